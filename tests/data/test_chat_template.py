@@ -123,33 +123,13 @@ def test_other_families_load_through_auto_tokenizer(tmp_path, family):
     assert tokenizer.backend_tokenizer.to_str() == reference.backend_tokenizer.to_str()
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, read_vocab_size])
-def test_a_path_that_is_not_a_model_directory_is_named(load, tmp_path):
-    file = tmp_path / "model.txt"
-    file.write_text("")
-    for path in (tmp_path / "none", file):
-        with pytest.raises(ConfigError, match=f"^{path}: no such directory"):
-            load(str(path))
-
-
-@pytest.mark.parametrize(
-    ("files", "load"),
-    [
-        ({"config.json": "{"}, read_vocab_size),
-        ({"config.json": "{}"}, read_vocab_size),
-        ({"config.json": '{"model_type": "llama"}'}, load_tokenizer),
-        ({"config.json": '{"model_type": "qwen2"}'}, load_tokenizer),
-        ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}"}, load_tokenizer),
-        ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{"}, load_tokenizer),
-    ],
-)
-def test_a_damaged_model_directory_is_refused_in_one_line(files, load, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load(str(tmp_path))
-    assert str(caught.value).startswith(f"{tmp_path}: ")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("tokenizer", [None, "{}", "{"])
+def test_a_damaged_model_directory_is_refused_in_one_line(tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    if tokenizer is not None:
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}: .*$"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_nested_text_config_gives_the_vocabulary_size(tmp_path):
@@ -278,13 +258,6 @@ def test_an_unused_template_argument_is_refused(tokenizer, name, words):
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 FOR_TOOLS = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ style }}"
-#: Ways in which published templates use tools before setting them.
-READERS = [
-    "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | length }}",
-    "{% macro show() %}{{ tools | length }}{% endmacro %}{{ show() }}",
-    "{% set ns = namespace(tools=tools) %}{{ ns.tools | length }}",
-    "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}{{ tools | length }}",
-]
 
 
 def test_rows_with_tools_use_the_tool_template(tokenizer, write_rows):
@@ -316,15 +289,6 @@ def test_setting_arguments_must_be_used_by_each_rows_template(tokenizer, write_r
         render_prompts(tokenizer, [without], template)
     with pytest.raises(ConfigError, match="it uses enable_thinking, style: name one of these"):
         load_chat_template("model", tokenizer, arguments={"styl": "!"})
-
-
-@pytest.mark.parametrize("source", READERS)
-def test_indirect_use_of_tools_is_recognized(tokenizer, write_rows, source):
-    tokenizer.chat_template = source
-    (prompt,) = render_prompts(
-        tokenizer, list(load_rows(write_rows({"prompt": "a", "tools": TOOLS})))
-    )
-    assert tokenizer.decode(prompt) == "1"
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}{{ mood }}", None, "plain"])

@@ -202,9 +202,6 @@ def test_the_template_is_model_plain_or_a_file(tokenizer, write_rows, tmp_path):
     assert text("model") == "<user>2+3=</s><assistant>"
     assert text("plain") == "<s>2+3="
     assert text(str(jinja)) == "[2+3=]"
-    jinja.write_text("{{ nothing.at.all }}")
-    with pytest.raises(ConfigError, match=rf"line 1: {jinja} refuses the prompt: UndefinedError"):
-        text(str(jinja))
     with pytest.raises(
         ConfigError, match=r"data\.train\.template=chatml: must be model, plain or a jinja file"
     ):

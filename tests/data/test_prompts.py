@@ -77,12 +77,6 @@ def test_a_longer_prompt_is_an_error_with_row_and_length(tokenizer, write_rows):
     )
 
 
-def test_a_file_of_long_prompts_only_is_refused(tokenizer, write_rows):
-    path = write_rows({"prompt": "x" * 18}, {"prompt": "y" * 18})
-    with pytest.raises(ConfigError, match=r"0 filtered, 2 too long .the limit is 20 tokens"):
-        load(path, tokenizer=tokenizer, on_long="skip")
-
-
 def test_a_token_outside_the_vocabulary_is_refused(tokenizer, write_rows):
     path = write_rows({"prompt": "a"})
     largest = max(load(path, tokenizer=tokenizer).prompts[0].token_ids)

@@ -59,15 +59,8 @@ async def judge(config: RewardConfig, row: Prompt, *completions: str) -> list[tu
     return [(result.score, result.outcome.value) for result in results]
 
 
-def prompt(**extra_info):
-    return Prompt(
-        "0:4:0",
-        np.array([1], np.int32),
-        messages=CHAT,
-        data_source="sums",
-        ground_truth="5",
-        extra_info=extra_info,
-    )
+def prompt(ground_truth: Any = "5", data_source: str = "sums", **extra_info: Any) -> Prompt:
+    return Prompt(*("0:4:0", np.array([1], np.int32), CHAT, data_source, ground_truth, extra_info))
 
 
 async def score_completions(reward, completions=("5", "6"), row=None):

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from streamrl.messages import Experience, GroupLease, Prompt, TokenSource, TurnOutcome
+from streamrl.environments.episodes.episode import episodes_to_columns
+from streamrl.messages import Experience, GroupLease, Prompt, TokenSource
 from streamrl.rewards.group_filter import accept_group
-from streamrl.rewards.interface.completion import encode_conversations
 from streamrl.rewards.kinds.rules import EnvironmentReward
 from streamrl.rewards.reward_scorer import RewardScorer, describe_rollouts, split_text
 from streamrl.rewards.reward_set import RewardComponent, RewardSet
 from streamrl.telemetry.config import RolloutConfig
 from streamrl.telemetry.rollout_log import RecordedTurn, RolloutLog, read_recorded_groups
+from tests.rewards.episodes import Segment, make_episode
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -38,45 +39,11 @@ def encode(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-Segment = tuple[TokenSource, str, int]
-"""Source, text and policy version of a segment of an episode."""
-
-
-def make_columns(episodes: Sequence[Sequence[Segment]]) -> dict[str, Any]:
-    """Make the columns of a group; each sampled segment is a turn with reward 0.5, CALLED."""
-    ids: list[int] = []
-    source: list[TokenSource] = []
-    versions: list[int] = []
-    lengths: list[int] = []
-    num_turns: list[int] = []
-    turn_ends: list[int] = []
-    for segments in episodes:
-        start, turns_before = len(ids), len(turn_ends)
-        for kind, text, version in segments:
-            tokens = encode(text)
-            ids += tokens
-            source += [kind] * len(tokens)
-            versions += [version if kind is SAMPLED else -1] * len(tokens)
-            if kind is SAMPLED:
-                turn_ends.append(len(ids) - start)
-        lengths.append(len(ids) - start)
-        num_turns.append(len(turn_ends) - turns_before)
-    mask = np.array(source) == SAMPLED
-    return {
-        "token_ids": np.array(ids, np.int32),
-        "loss_mask": mask,
-        "generator_logprobs": np.where(mask, -0.12345, 0).astype(np.float32),
-        "policy_version": np.array(versions, np.int32),
-        "lengths": np.array(lengths, np.int32),
-        "finish_reason": np.zeros(len(lengths), np.int8),
-        "token_source": np.array(source, np.int8),
-        "num_turns": np.array(num_turns, np.int32),
-        "turn_ends": np.array(turn_ends, np.int32),
-        "turn_rewards": np.full(len(turn_ends), 0.5, np.float32),
-        "turn_outcomes": np.full(len(turn_ends), TurnOutcome.CALLED, np.int8),
-        "environment_scores": np.arange(len(lengths), dtype=np.float32),
-        "conversations": encode_conversations([()] * len(lengths)),
-    }
+def make_columns(*episodes: Sequence[Segment]) -> dict[str, Any]:
+    """Make the columns of a group; the environment scores its episodes 0, 1, ..."""
+    return episodes_to_columns(
+        [make_episode(encode, segments, score=i) for i, segments in enumerate(episodes)]
+    )
 
 
 TWO_TURNS: list[Segment] = [
@@ -90,7 +57,7 @@ TWO_TURNS: list[Segment] = [
 
 
 def test_an_episode_is_cut_where_the_source_changes():
-    (episode,) = describe_rollouts(TOKENIZER, make_columns([TWO_TURNS]))
+    (episode,) = describe_rollouts(TOKENIZER, make_columns(TWO_TURNS))
     assert (episode.finish_reason, episode.environment_score) == ("stop", 0.0)
     assert [(t.source, t.text, t.tokens) for t in episode.turns] == [
         ("prompt", "Guess.", 6),
@@ -114,7 +81,7 @@ def test_an_episode_is_cut_where_the_source_changes():
 
 
 def test_consecutive_turns_are_apart_and_a_turn_lists_the_versions_that_sampled_it():
-    columns = make_columns([[(PROMPT, "p", -1), (SAMPLED, "ab", 1), (SAMPLED, "cde", 2)]])
+    columns = make_columns([(PROMPT, "p", -1), (SAMPLED, "ab", 1), (SAMPLED, "cde", 2)])
     columns["policy_version"][-1] = 3
     (episode,) = describe_rollouts(TOKENIZER, columns)
     assert [(t.text, t.versions) for t in episode.turns if t.versions] == [
@@ -124,14 +91,14 @@ def test_consecutive_turns_are_apart_and_a_turn_lists_the_versions_that_sampled_
 
 
 def test_a_logprob_that_is_not_finite_is_null():
-    columns = make_columns([[(PROMPT, "p", -1), (SAMPLED, "ab", 1)]])
+    columns = make_columns([(PROMPT, "p", -1), (SAMPLED, "ab", 1)])
     columns["generator_logprobs"][-1] = -np.inf
     (episode,) = describe_rollouts(TOKENIZER, columns)
     assert episode.turns[-1].logprobs == (-0.123, None)
 
 
 def test_the_detailed_tokens_of_a_group_are_bounded_and_the_text_is_complete():
-    columns = make_columns([TWO_TURNS, TWO_TURNS])
+    columns = make_columns(TWO_TURNS, TWO_TURNS)
     for episode in describe_rollouts(TOKENIZER, columns, max_detailed_tokens=8):
         sampled = [turn for turn in episode.turns if turn.source == "sampled"]
         assert [turn.text for turn in sampled] == ["50<|end|>", "75"]
@@ -148,7 +115,7 @@ def test_the_pieces_of_a_text_join_to_the_text(text: str, max_pieces: int):
 
 
 async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
-    columns = make_columns([TWO_TURNS, TWO_TURNS])
+    columns = make_columns(TWO_TURNS, TWO_TURNS)
     rewards = [RewardComponent("env", 1.0, False, EnvironmentReward())]
     prompt = Prompt("0:1:0", np.array(encode("Guess."), np.int32), environment="guess")
     lease = GroupLease(token=1, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
@@ -166,10 +133,10 @@ async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
 
 
 async def test_an_episode_of_several_samples_is_scored_filtered_and_recorded_once():
-    columns = make_columns([TWO_TURNS, [(PROMPT, "Again.", -1), (SAMPLED, "60", 4)], TWO_TURNS])
-    columns["episode"] = np.array([0, 0, 1], np.int32)
-    columns["environment_scores"] = np.array([2.0, 2.0, 5.0], np.float32)
-    columns["conversations"] = make_columns([TWO_TURNS, TWO_TURNS])["conversations"]
+    again = [(PROMPT, "Again.", -1), (SAMPLED, "60", 4)]
+    split = make_episode(encode, TWO_TURNS, again, score=2.0)
+    whole = make_episode(encode, TWO_TURNS, score=5.0)
+    columns = episodes_to_columns([split, whole], may_split=True)
     filtered = []
 
     def record(prompt, scored):

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.environments.episodes.episode import Episode, EpisodeTokens, episodes_to_columns
-from streamrl.environments.rendering.turn_renderer import BridgeTokens
-from streamrl.messages import FinishReason, Prompt, Rollout, TurnOutcome, rollouts_to_columns
+from streamrl.environments.episodes.episode import episodes_to_columns
+from streamrl.messages import Prompt, TokenSource, rollouts_to_columns
 from streamrl.rewards.interface.completion import (
     Completion,
+    decode_completions,
     decode_conversations,
     decode_rollouts,
     encode_conversations,
@@ -17,6 +17,8 @@ from streamrl.rewards.interface.completion import (
 from streamrl.rewards.interface.reward import RewardSpec
 from streamrl.rewards.kinds.rules import EnvironmentReward, RegexOptions, build_regex_reward
 from streamrl.rewards.reward_set import RewardComponent, RewardSet
+from tests.rewards.episodes import make_episode
+from tests.rollouts import make_rollout
 
 PROMPT = Prompt("0:0:0", np.array([ord("?")], np.int32))
 
@@ -32,48 +34,17 @@ def encode(text):
     return np.array([*map(ord, text)], np.int32)
 
 
-def make_bridge(text):
-    return BridgeTokens(encode(text), np.ones(len(text), np.bool_))
-
-
-def sample_turn(tokens, text):
-    tokens.append_turn(
-        Rollout.from_single_turn(
-            tokens.token_ids,
-            encode(text).tolist(),
-            logprobs=[0.0] * len(text),
-            versions=[0] * len(text),
-            finish_reason=FinishReason.STOP,
-        )
-    )
-
-
-def make_episode(*turns, score=0.0):
-    """Return an episode of turns; every second text is an observation."""
-    tokens = EpisodeTokens(PROMPT.token_ids)
-    for number, text in enumerate(turns):
-        if number % 2:
-            tokens.append_bridge(make_bridge(text))
-        else:
-            sample_turn(tokens, text)
-    return finish_episode(tokens, turns, score)
-
-
-def finish_episode(tokens, turns, score):
-    count = len(turns[::2])
-    outcomes = [TurnOutcome.SPOKE] * count
-    roles = ("assistant", "tool")
-    messages = [{"role": "user", "content": "?"}]
-    messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    samples = tokens.finish(FinishReason.STOP)
-    return Episode(samples, [0.0] * count, outcomes, [], score, messages)
+def alternate(*texts):
+    """Return segments of a prompt, then turns of the policy and observations alternately."""
+    kinds = (TokenSource.SAMPLED, TokenSource.OBSERVATION)
+    return [(TokenSource.PROMPT, "?", -1)] + [(kinds[i % 2], t, 0) for i, t in enumerate(texts)]
 
 
 COLUMNS = episodes_to_columns(
     [
-        make_episode("9+1", "=10", "ten", score=1.0),
-        make_episode("no", score=-1.0),
-        make_episode("a", "b", "c", "d", "e", score=0.5),
+        make_episode(encode, alternate("9+1", "=10", "ten"), score=1.0),
+        make_episode(encode, alternate("no"), score=-1.0),
+        make_episode(encode, alternate("a", "b", "c", "d", "e"), score=0.5),
     ]
 )
 
@@ -120,10 +91,8 @@ def test_what_utf8_cannot_encode_in_a_conversation_is_replaced():
 
 
 def test_a_rollout_without_an_environment_is_one_turn():
-    rollout = Rollout.from_single_turn(
-        PROMPT.token_ids, [97], logprobs=[0.0], versions=[0], finish_reason=FinishReason.STOP
-    )
-    (completion,) = decode_rollouts(CodePoints(), rollouts_to_columns([rollout]))
+    columns = rollouts_to_columns([make_rollout(PROMPT.token_ids, [97])])
+    (completion,) = decode_rollouts(CodePoints(), columns)
     assert completion == Completion.from_text("a")
     assert completion.environment_score is None
 
@@ -148,15 +117,11 @@ async def test_the_environments_score_is_a_component_with_a_weight():
 
 
 def test_samples_of_an_episode_are_one_completion_without_what_they_repeat():
-    tokens = EpisodeTokens(PROMPT.token_ids)
-    sample_turn(tokens, "9+1")
-    tokens.append_bridge(make_bridge("=10"))
-    sample_turn(tokens, "ten")
-    # The template drops "9+1".
-    tokens.start_sample(encode("?=10;ten so?"), make_bridge("so?"))
-    sample_turn(tokens, "10")
-    episode = finish_episode(tokens, ["9+1", "=10", "ten", "so?", "10"], 1.0)
-    columns = episodes_to_columns([make_episode("a"), episode], may_split=True)
+    repeated = [(TokenSource.PROMPT, "?=10;ten ", -1), (TokenSource.OBSERVATION, "so?", -1)]
+    second = [*repeated, (TokenSource.SAMPLED, "10", 0)]  # the template drops "9+1"
+    episode = make_episode(encode, alternate("9+1", "=10", "ten"), second, score=1.0)
+    first = make_episode(encode, alternate("a"))
+    columns = episodes_to_columns([first, episode], may_split=True)
     assert columns["episode"].tolist() == [0, 1, 1]
     assert columns["num_turns"].tolist() == [1, 2, 1]
     assert columns["environment_scores"].tolist() == [0.0, 1.0, 1.0]
@@ -165,3 +130,10 @@ def test_samples_of_an_episode_are_one_completion_without_what_they_repeat():
     assert completion.conversation == "9+1=10tenso?10"
     assert completion.environment_score == 1.0
     assert [m["content"] for m in completion.messages] == ["?", "9+1", "=10", "ten", "so?", "10"]
+
+
+def test_texts_are_decoded_as_sampled_without_special_tokens(bpe_tokenizer):
+    ids = bpe_tokenizer(" hello . <|im_end|>world", add_special_tokens=False)["input_ids"]
+    assert decode_completions(bpe_tokenizer, [np.array(ids), np.array(ids[:0])]) == [
+        *(" hello . world", "")
+    ]

@@ -1,12 +1,12 @@
 import asyncio
 import importlib
 import json
+from functools import partial
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from streamrl.errors import ConfigError, RewardError, RewardInfraError
-from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig, SandboxConfig
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.kinds.code import read_tests
@@ -14,14 +14,10 @@ from streamrl.rewards.registry import build_rewards
 from streamrl.user_code.reward_result import RewardOutcome
 from streamrl.user_code.sandbox.program import CallTest, ProgramResult, ProgramTestResult, StdinTest
 from streamrl.user_code.sandbox.sandbox import Sandbox
-from tests.rewards.judged import judge
+from tests.rewards.judged import judge, prompt
 
 ADD = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
-
-
-def prompt(truth):
-    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
 
 
 async def judged(truth, *completions, **options):
@@ -75,65 +71,54 @@ async def test_a_slow_extract_pattern_gives_outcome_timeout(score):
     assert results == [(0.0, "timeout"), (1.0, "pass")]
 
 
-class FailingSandbox:
-    """Fails with INFRA_ERROR for the first programs, then passes every program."""
+@pytest.fixture
+def use_sandbox(monkeypatch):
+    """Run programs with a function instead of a sandbox."""
 
-    def __init__(self, failures):
-        self.failures = failures
+    def use(run):
+        async def start(*_, **__):
+            return SimpleNamespace(run=run, close=partial(asyncio.sleep, 0))
 
-    async def run(self, program):
-        self.failures -= 1
-        verdict = RewardOutcome.INFRA_ERROR if self.failures >= 0 else RewardOutcome.PASS
-        return ProgramResult((ProgramTestResult(verdict, "no jail"),), len(program.tests))
+        monkeypatch.setattr(Sandbox, "start", start)
 
-    async def close(self):
-        pass
+    return use
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(monkeypatch, failures):
-    async def start(*_, **__):
-        return FailingSandbox(failures)
+async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(
+    monkeypatch, use_sandbox, failures
+):
+    verdicts = iter([RewardOutcome.INFRA_ERROR] * failures + [RewardOutcome.PASS])
 
-    monkeypatch.setattr(Sandbox, "start", start)
+    async def run(program):
+        return ProgramResult((ProgramTestResult(next(verdicts), "no jail"),), len(program.tests))
+
+    use_sandbox(run)
     reward_module = importlib.import_module("streamrl.rewards.interface.reward")
     monkeypatch.setattr(reward_module, "BACKOFF_S", 0.0)
     truth = {"inputs": [""], "outputs": [""]}
     if failures < 2:
         assert await judged(truth, "", attempts=2) == [(1.0, "pass")]
     else:
-        message = r"reward code, uid 0:0:0: no jail, tried 2 times"
+        message = r"reward code, uid 0:4:0: no jail, tried 2 times"
         with pytest.raises(RewardInfraError, match=message):
             await judged(truth, "", attempts=2)
 
 
-class RefusingSandbox:
-    """Refuses the program `broken`; others run for a minute. ended: programs that ended."""
+async def test_a_program_without_a_result_ends_the_others_of_its_group(use_sandbox):
+    ended = []
 
-    def __init__(self):
-        self.ended = []
-
-    async def run(self, program):
+    async def run(program):
         try:
             await asyncio.sleep(0.0 if program.source == "broken" else 60.0)
             raise RewardError(program.source)
         finally:
-            self.ended.append(program.source)
+            ended.append(program.source)
 
-    async def close(self):
-        pass
-
-
-async def test_a_program_without_a_result_ends_the_others_of_its_group(monkeypatch):
-    sandbox = RefusingSandbox()
-
-    async def start(*_, **__):
-        return sandbox
-
-    monkeypatch.setattr(Sandbox, "start", start)
+    use_sandbox(run)
     with pytest.raises(RewardError, match="broken"):
         await judged(SUM, "a", "broken", "b")
-    assert sorted(sandbox.ended) == ["a", "b", "broken"]
+    assert sorted(ended) == ["a", "b", "broken"]
 
 
 async def test_a_user_defined_language():

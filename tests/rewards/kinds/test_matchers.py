@@ -5,13 +5,11 @@ import time
 from inspect import signature
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardContext, RewardSpec
 from streamrl.rewards.kinds import math_answers
@@ -25,12 +23,8 @@ from streamrl.rewards.kinds.rules import (
 from streamrl.rewards.kinds.symbolic import judge_symbolic
 from streamrl.rewards.registry import build_rewards
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
-from tests.rewards.judged import judge
+from tests.rewards.judged import judge, prompt
 from tests.rewards.kinds.answers import ANSWERS, RULES
-
-
-def prompt(truth, source=""):
-    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth, data_source=source)
 
 
 @pytest.mark.parametrize("letter", RULES)
@@ -293,5 +287,5 @@ async def test_auto_selects_the_rule_by_data_source():
 
 
 async def test_an_unusable_ground_truth_is_an_error_during_the_run():
-    with pytest.raises(RewardError, match="reward gsm8k, uid 0:0:0: ground_truth"):
+    with pytest.raises(RewardError, match="reward gsm8k, uid 0:4:0: ground_truth"):
         await build_rewards([RewardConfig("gsm8k")]).judge_texts(prompt("seven"), ["#### 7"])

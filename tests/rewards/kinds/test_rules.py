@@ -2,18 +2,17 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError
-from streamrl.messages import Prompt
 from streamrl.rewards.interface.reward import RewardSpec
 from streamrl.rewards.kinds.rules import parse_number
 from streamrl.rewards.registry import REWARD_KINDS
 from streamrl.user_code.reward_result import RewardOutcome
+from tests.rewards.judged import prompt
 
 
 def build(kind, **options):
@@ -23,10 +22,6 @@ def build(kind, **options):
 
 
 EXACT, NUMERIC = build("exact"), build("numeric")
-
-
-def prompt(ground_truth=None):
-    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=ground_truth)
 
 
 async def score_one(reward, completion, ground_truth=None):

@@ -8,15 +8,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
-import numpy as np
 import pytest
 
 from streamrl.errors import RewardInfraError, ServiceOutageError
-from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
 from streamrl.user_code import service_gate
-from tests.rewards.judged import judge
+from tests.rewards.judged import judge, prompt
 
 ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
 
@@ -74,8 +72,7 @@ async def judged(url, truth, *completions, **options):
     limits = {"wall_s": 5, "memory_mib": 256}
     config = RewardConfig("code", options={"url": url, "limits": limits, **options})
     assert await build_rewards([config]).run_preflight() == []
-    row = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
-    return [outcome for _, outcome in await judge(config, row, *completions)]
+    return [outcome for _, outcome in await judge(config, prompt(truth), *completions)]
 
 
 async def test_remote_output_is_judged_locally(url):
@@ -109,7 +106,7 @@ async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):
     Server.failures = [(500, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
     Server.failures = [(500, {})] * 2
-    message = r"reward code, uid 0:0:0: .*500 Internal Server Error"
+    message = r"reward code, uid 0:4:0: .*500 Internal Server Error"
     with pytest.raises(RewardInfraError, match=message):
         await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
 

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from streamrl.errors import ConfigError
 from streamrl.user_code.reward_result import RewardOutcome
-from streamrl.user_code.sandbox.backend_choice import explain_unavailability, probe_isolation
+from streamrl.user_code.sandbox.backend_choice import probe_isolation
 from streamrl.user_code.sandbox.jail import ENVIRONMENT, NO_ISOLATION, make_jail_spec
 from streamrl.user_code.sandbox.program import (
     LANGUAGES,
@@ -385,7 +385,3 @@ def test_an_infra_error_determines_the_outcome():
     )
     assert ProgramResult(results, 3).outcome is RewardOutcome.INFRA_ERROR
     assert ProgramResult(results, 3).detail == "no jail"
-
-
-def test_this_machine_can_isolate():
-    assert explain_unavailability() is None
