@@ -232,9 +232,7 @@ def measure_gap(
         return row | {"fits": False}
     start_s = time.process_time()
     oracle = ExhaustiveSearch(
-        ParallelismChoices(
-            PlacementEstimator(asked, costs.approximate_costs), rules=allow_any_split
-        ),
+        ParallelismChoices(PlacementEstimator(asked, costs), rules=allow_any_split),
         sorted({0, ahead}),
     )
     _, best_s = oracle.find_best(plan.best.placement)

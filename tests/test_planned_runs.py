@@ -275,7 +275,7 @@ def test_planner_refuses_every_placement_that_train_refuses(
     constants = build_run_constants(config, CostConstants())
     plain, rules = CostModel(problem, constants), make_split_rules(config, problem)
     refuse = make_run_refusal(config, problem)
-    costs = CostModel(problem, constants, refuse=refuse).approximate_costs
+    costs = CostModel(problem, constants, refuse=refuse)
     every = ParallelismChoices(PlacementEstimator(problem, plain), rules=rules)
     calls = {role: config.dataflow.calls_by_role[role][0] for role in every.roles}
     # All combinations: a search would skip uneven splits.

@@ -66,9 +66,7 @@ class Families:
     _plans: dict[tuple[RoleSet, int], SetPlan | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rough = self.costs.approximate_costs
-        self.exact = PlacementEstimator(self.problem, self.costs)
-        self.estimator = PlacementEstimator(self.problem, self.rough)
+        self.estimator = PlacementEstimator(self.problem, self.costs)
         self.choices = ParallelismChoices(self.estimator, rules=allow_any_split)
         self.generation = GenerationModel(self.problem.workload)
         self.per_node = self.problem.cluster.node_groups[0].devices_per_node
@@ -85,9 +83,7 @@ class Families:
             seconds = self.estimator.estimate_step_s(placement)
             if seconds < best.step_s:
                 best = FamilyPlan(seconds, placement, nodes)
-        if best.placement is None:
-            return best
-        return replace(best, step_s=self.exact.estimate_step_s(best.placement))
+        return best
 
     def _iter_allocations(
         self, sets: Sequence[RoleSet], nodes: int
@@ -156,7 +152,7 @@ class Families:
         if self.nested and generator and policy and not _is_nested(policy.grid, generator.grid):
             return None
         placement = self.choices.make_placement(roles)
-        if self.rough.explain_infeasible(placement):
+        if self.costs.explain_infeasible(placement):
             return None
         seconds = dict.fromkeys(CallKind, 0.0)
         for role, assignment in roles.items():
@@ -174,7 +170,7 @@ class Families:
         work = CallCost(
             shape, assignment, self.problem.workload, self.problem.cluster, self.costs.constants
         )
-        timing = estimate_generator_timing(work, self.rough.compute_kv_capacity_bytes(placement))
+        timing = estimate_generator_timing(work, self.costs.compute_kv_capacity_bytes(placement))
         return self.generation.find_completions_s(timing, (1.0,))[-1]
 
 

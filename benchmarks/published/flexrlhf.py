@@ -21,7 +21,7 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.call_cost import build_parallel_groups
 from streamrl.planner.costs.constants import CostConstants
-from streamrl.planner.costs.cost_model import ApproximateTraffic, CostModel
+from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.memory import CallFootprint
 from streamrl.planner.problem.problem import CallMemory, PlacementProblem
 from streamrl.planner.problem.stage_timings import StageTimings
@@ -168,7 +168,7 @@ def _assign(stage: str, mesh: Mesh, shape: ModelShape) -> CallAssignment:
 def predict_samples_per_s(point: Throughput, constants: CostConstants = CONSTANTS) -> float:
     """Predict samples per second; 0 if it does not fit."""
     problem = build_problem(point)
-    costs = GatheringCosts(problem, constants, traffic=ApproximateTraffic)
+    costs = GatheringCosts(problem, constants)
     return problem.workload.num_rollouts / PlacementEstimator(problem, costs).estimate_step_s(
         build_placement(point)
     )

@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from benchmarks.published.families import Families, FamilyPlan
-from benchmarks.published.points import FIG_12, FIG_12_STANDALONE, FIG_15, Transition
+from benchmarks.published.points import FIG_12, FIG_12_STANDALONE, FIG_15
 from benchmarks.published.rows import Row
-from benchmarks.table_2 import compute_table_2
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.placement.clusters import Cluster
@@ -14,7 +13,6 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
-from streamrl.planner.costs.traffic import WeightTraffic
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.steady_state.call_durations import GenerationModel
@@ -127,30 +125,3 @@ def iter_figure_12() -> Iterator[Row]:
 
 def _format_seconds(step_s: float) -> str:
     return "does not fit" if math.isinf(step_s) else f"{step_s:.0f} s"
-
-
-def predict_transition(point: Transition) -> Mapping[str, tuple[float, float]]:
-    """Compute GB per GPU and minimum seconds from training to generation: (by formula, by plan)."""
-    shape, train, generate = (
-        MODEL_SHAPES[point.model],
-        RankGrid.from_text(point.train),
-        RankGrid.from_text(point.generate),
-    )
-    by_table = compute_table_2(
-        *(train.pp_size, train.tp_size, train.dp_size),
-        serving_stages=generate.pp_size,
-        serving_tensor=generate.tp_size,
-    )
-    mesh = Mesh(0, train.num_ranks)
-    source, target = CallAssignment(mesh, train), CallAssignment(mesh, generate)
-    moved = WeightTraffic(
-        CLUSTER, CostConstants(link_fraction=1.0, network_fraction=1.0)
-    ).estimate_transfer(shape, source, target)
-    size_gb = shape.num_params * 2 / 1e9
-    return {
-        "HybridFlow": (point.zero_gb, moved.received_bytes / 1e9),
-        "HybridFlow-V": (point.vanilla_gb, float(size_gb * by_table["vanilla"].received)),
-        "DeepSpeed-Chat": (point.full_gb, float(size_gb * by_table["full_gather"].received)),
-        "peak": (point.peak_gb, float(size_gb * by_table["zero"].peak)),
-        "seconds": (point.floor_s, moved.seconds),
-    }

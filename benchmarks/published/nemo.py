@@ -183,7 +183,7 @@ def build_costs(
         pull_s=sent_s,
         switch_s=TENSOR_S * shape.moe_layers * shape.experts * EXPERT_TENSORS,
     )
-    return CostModel(problem, run_constants).approximate_costs
+    return CostModel(problem, run_constants)
 
 
 def predict_step_s(run: NemoRun, constants: CostConstants = CONSTANTS) -> float:

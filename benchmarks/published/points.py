@@ -46,32 +46,6 @@ FIG_12_STANDALONE = (64, 32, 16, 16)
 """GPUs of actor, critic, reference, reward of the standalone placement of 13B on 128 GPUs."""
 
 
-@dataclass(frozen=True)
-class Transition:
-    """Transition from training to generation by the formulas of Table 2; Figure 14 has no numbers.
-
-    Sizes in GB per GPU. floor_s: transfer seconds at full link bandwidth.
-    """
-
-    model: str
-    train: str
-    generate: str
-    zero_gb: float
-    vanilla_gb: float
-    full_gb: float
-    peak_gb: float
-    floor_s: float
-
-
-FIG_14 = (
-    Transition("llama-7b", "1-8-16", "1-2-64", 5.05, 11.8, 13.4, 6.7, 0.017),
-    Transition("llama-13b", "1-8-16", "1-4-32", 3.25, 22.8, 25.8, 6.5, 0.011),
-    Transition("llama-34b", "4-8-4", "1-8-16", 6.33, 65.4, 67.0, 8.4, 2.0),
-    Transition("llama-70b", "8-8-2", "1-8-16", 15.1, 135.8, 136.9, 17.2, 4.8),
-)
-"""Settings of Figure 14 and results of the formulas; not published, so not rows of the page."""
-
-
 # ReaL: PetaFLOP/s of its heuristic (8-way tensor parallel, one stage per node, all calls on all
 # devices) and of its search. 2^17 tokens a step, prompts of 128, 4 mini-batches.
 

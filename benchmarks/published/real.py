@@ -90,9 +90,7 @@ def build_heuristic(problem: PlacementProblem) -> Placement:
 
 def search_placement(problem: PlacementProblem, costs: CostModel, *, seed: int = 0) -> Placement:
     """Search on-policy placements by Algorithm 1 and annealing."""
-    choices = RealChoices(
-        PlacementEstimator(problem, costs.approximate_costs), rules=allow_any_split
-    )
+    choices = RealChoices(PlacementEstimator(problem, costs), rules=allow_any_split)
     plain = build_heuristic(problem)
     starts = [plain]
     mapped = MappingSearch(choices, group_roles_by_model(problem)).find_best(streamed=False)
@@ -103,9 +101,8 @@ def search_placement(problem: PlacementProblem, costs: CostModel, *, seed: int =
             {role: start.assignments[choices.stages_by_role[role][0]] for role in choices.roles},
         )
         annealing.descend_by_role(*annealing.run(state, PROPOSALS // len(starts)))
-    # The search estimates traffic by formula; the result must fit by resharding plan.
-    ranked = sorted(choices.estimator.iter_estimated(), key=lambda option: option[1])
-    return next(placement for placement, _ in ranked if not costs.explain_infeasible(placement))
+    best, _ = min(choices.estimator.iter_estimated(), key=lambda option: option[1])
+    return best
 
 
 def iter_rows() -> Iterator[Row]:

@@ -20,7 +20,7 @@ from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.constants import CostConstants
-from streamrl.planner.costs.cost_model import ApproximateTraffic, CostModel
+from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.planner.problem.workload import LognormalLengths, Workload
@@ -201,7 +201,7 @@ class VerlCosts(CostModel):
         problem: PlacementProblem,
         calibration: VerlCalibration = DEFAULT_CALIBRATION,
     ) -> None:
-        super().__init__(problem, build_constants(run, calibration), traffic=ApproximateTraffic)
+        super().__init__(problem, build_constants(run, calibration))
         self.entropy_factor = calibration.entropy if SERIES[run.name].megatron else 1.0
 
     def predict_timings(self, placement: Placement) -> StageTimings:

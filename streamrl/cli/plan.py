@@ -31,7 +31,7 @@ from streamrl.planner.plan_report import (
     SimulatedPoint,
     format_count,
 )
-from streamrl.planner.problem.problem import PlacementCosts, PlacementProblem
+from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.hybridflow import (
     ParallelismChoices,
     SplitRules,
@@ -67,7 +67,7 @@ MAX_DEVICES = 512
 LORA_RANK = 16
 
 SettingValues = Mapping[str, Any]
-PlanningInputs = tuple[PlacementProblem, PlacementCosts, SplitRules]
+PlanningInputs = tuple[PlacementProblem, CostModel, SplitRules]
 
 
 def suggest_fixes(
@@ -86,7 +86,7 @@ def suggest_fixes(
         except ConfigError:
             return False
         return (changed != config or on is not cluster) and can_fit(
-            ParallelismChoices(PlacementEstimator(problem, costs.approximate_costs), rules=rules)
+            ParallelismChoices(PlacementEstimator(problem, costs), rules=rules)
         )
 
     checkpointing = OFFLOAD if config.trainer.gradient_checkpointing else True

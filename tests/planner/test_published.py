@@ -5,24 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import hybridflow
 from benchmarks.published.__main__ import SOURCES, format_markdown
-from benchmarks.published.points import (
-    FIG_14,
-    REAL_PFLOPS,
-    Transition,
-)
+from benchmarks.published.points import REAL_PFLOPS
 from benchmarks.published.rows import Row, summarize_rows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner_published.md"
 SEARCHES = ("real",)
 """Sources whose points take too long for a test."""
-
-
-@pytest.mark.parametrize("point", FIG_14, ids=lambda point: point.model)
-def test_transition_moves_the_bytes_of_table_2(point: Transition):
-    for formula, planned in hybridflow.predict_transition(point).values():
-        assert planned == pytest.approx(formula, rel=0.1)
 
 
 @pytest.mark.parametrize(

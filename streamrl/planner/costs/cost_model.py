@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
@@ -32,13 +32,7 @@ from streamrl.planner.costs.memory import (
     score_active_bytes,
     train_memory,
 )
-from streamrl.planner.costs.traffic import (
-    SHARDS_PARAMETERS,
-    ApproximateTraffic,
-    LoraTraffic,
-    TransferCost,
-    WeightTraffic,
-)
+from streamrl.planner.costs.traffic import SHARDS_PARAMETERS, WeightTraffic
 from streamrl.planner.problem.problem import CallMemory, PlacementProblem
 from streamrl.planner.problem.stage_timings import (
     ScoreTiming,
@@ -54,19 +48,18 @@ from streamrl.planner.steady_state.call_durations import (
     train_duration,
 )
 
-EMA_BYTES = 4
-"""Per parameter of an EMA reference, which is published in float32."""
-
 
 class CostModel:
-    """`PlacementCosts` of a placement problem; caches results per call and assignment."""
+    """Predicted costs of the calls of a placement problem; caches results per call and assignment.
+
+    `predict_memory` and `explain_infeasible` also accept a placement of some of the calls.
+    """
 
     def __init__(
         self,
         problem: PlacementProblem,
         constants: CostConstants | None = None,
         *,
-        traffic: type[WeightTraffic] = WeightTraffic,
         refuse: Callable[[Placement], str] = lambda _placement: "",
     ) -> None:
         """Describe the costs of a problem.
@@ -75,13 +68,12 @@ class CostModel:
         """
         self.problem = problem
         self.constants = constants or CostConstants.from_cluster(problem.cluster)
-        self.traffic = traffic(problem.cluster, self.constants)
         self._refuse = refuse
         self._role_constants = {
             role: replace(self.constants, score_tokens=tokens)
             for role, tokens in problem.score_tokens.items()
         }
-        self._lora_traffic = LoraTraffic(problem.cluster, self.constants)
+        self._traffic = WeightTraffic(problem.cluster, self.constants)
         self._call_by_stage = {call.stage: call for call in problem.dataflow.ordered_calls}
         self._generate_stage = problem.dataflow.select_calls(CallKind.GENERATE)[0].stage
         self._train_stage_by_role = {
@@ -96,13 +88,6 @@ class CostModel:
         self._call_duration = cache(self._compute_call_duration)
         self._call_footprint = cache(self._compute_footprint)
         self._find_misfit = cache(self._compute_misfit)
-
-    @cached_property
-    def approximate_costs(self) -> "CostModel":
-        """Same cost model, but with weight transfers by formula: faster and less exact."""
-        return CostModel(
-            self.problem, self.constants, traffic=ApproximateTraffic, refuse=self._refuse
-        )
 
     def predict_timings(self, placement: Placement) -> StageTimings:
         """Return the timings of all stages of a feasible placement.
@@ -174,20 +159,6 @@ class CostModel:
 
     def compute_kv_cache_bytes(self, placement: Placement) -> float:
         return self._build_device_memory(placement).compute_kv_cache_bytes(self._generate_stage)
-
-    def estimate_transfer(
-        self, shape: ModelShape, source: CallAssignment, target: CallAssignment
-    ) -> TransferCost:
-        """Return the cost of moving a version from a trainer to a follower.
-
-        By formula with experts, which copy plans do not support.
-        """
-        if shape.adapter_params:
-            return self._lora_traffic.estimate_transfer(shape, source, target)
-        is_plain = source.ep_size == 1 and target.ep_size == 1
-        return (self.traffic if is_plain else self.approximate_costs.traffic).estimate_transfer(
-            shape, source, target
-        )
 
     def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
         """Return seconds until generation completes the first cut (fraction) of a step's groups.
@@ -339,7 +310,7 @@ class CostModel:
     def _compute_weights_timing(
         self, stage: str, source: CallAssignment, target: CallAssignment
     ) -> WeightsTiming:
-        transfer = self.estimate_transfer(self._get_model_shape(stage), source, target)
+        transfer = self._traffic.estimate_transfer(self._get_model_shape(stage), source, target)
         constants = self.constants
         if source.mesh.overlaps(target.mesh):
             # On shared devices the follower computes nothing during the whole transfer.
@@ -404,7 +375,8 @@ class CostModel:
         if trainer is not None and not _has_served_copy(cost):
             # The weights alias the trainer's memory where layouts coincide; the rest stays in runs,
             # and is filled with each version in other systems.
-            filled_bytes = float(self.estimate_transfer(shape, trainer, assignment).extra_bytes)
+            transfer = self._traffic.estimate_transfer(shape, trainer, assignment)
+            filled_bytes = float(transfer.extra_bytes)
             is_resident = cost.run_memory is not None
             memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
         if call.kind is CallKind.SCORE:

@@ -1,9 +1,8 @@
-"""Input and output of the planner: problem, options of the run, cost protocol and estimate."""
+"""Input and output of the planner: problem, options of the run, memory of a call and estimate."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.engines.models.model_shapes import ModelShape
@@ -11,8 +10,6 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.config import DEFAULT_SLICE_S
-from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.planner.problem.workload import Workload
 
 
@@ -130,38 +127,3 @@ class PlacementEstimate:
     @classmethod
     def make_infeasible(cls, why: str) -> "PlacementEstimate":
         return cls(math.inf, infeasible_reason=why)
-
-
-class PlacementCosts(Protocol):
-    """Predicted costs of the calls of a placement problem; implementations cache results.
-
-    `predict_memory` and `explain_infeasible` also accept a placement of some of the calls.
-    """
-
-    @property
-    def approximate_costs(self) -> "PlacementCosts":
-        """Cost model for a search: fast for thousands of placements, with a few percent error."""
-        ...
-
-    def predict_timings(self, placement: Placement) -> StageTimings: ...
-
-    def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]: ...
-
-    def explain_infeasible(self, placement: Placement) -> str:
-        """Return why a placement is infeasible, such as lack of memory; empty if feasible."""
-        ...
-
-    def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        """Return seconds of a stage's work for one training step, alone on its devices.
-
-        Return inf if the devices lack memory.
-        """
-        ...
-
-    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Return seconds of generation until the first rollouts of a step are complete.
-
-        `assignment` places the generator, which has the devices for itself. Return inf if they lack
-        memory.
-        """
-        ...

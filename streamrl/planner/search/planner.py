@@ -1,6 +1,5 @@
 """The planner: collects start placements, searches each staleness bound, and ranks the results."""
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -8,7 +7,8 @@ from dataclasses import dataclass, replace
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, list_node_edges
 from streamrl.placement.placements import Placement
-from streamrl.planner.problem.problem import PlacementCosts, PlacementEstimate, PlacementProblem
+from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
 from streamrl.planner.search.annealing import AnnealingSearch, SearchState
 from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.hybridflow import (
@@ -113,8 +113,6 @@ def compute_stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
 DEFAULT_PROPOSALS = 1500
 MAX_START_ALLOCATIONS = 24
 """Maximum number of allocations with separate roles to schedule as starts, lowest bounds first."""
-MAX_CONFIRMATIONS = 5
-"""A staleness bound counts as infeasible if exact costs reject this many of its best placements."""
 MAX_AHEAD_ALLOCATIONS = 12
 """Same limit as MAX_START_ALLOCATIONS where generation runs ahead."""
 NUM_SEARCHES = 3
@@ -123,7 +121,7 @@ NUM_SEARCHES = 3
 
 def plan_placement(  # noqa: PLR0913
     problem: PlacementProblem,
-    costs_of: Callable[[PlacementProblem], PlacementCosts],
+    costs_of: Callable[[PlacementProblem], CostModel],
     *,
     max_staleness: Sequence[int] = (0,),
     seed: int = 0,
@@ -195,13 +193,12 @@ class PlacementPlanner:
     def __init__(
         self,
         problem: PlacementProblem,
-        costs: PlacementCosts,
+        costs: CostModel,
         *,
         rules: SplitRules = allow_any_split,
         on_estimated: Callable[[], None] = lambda: None,
     ) -> None:
-        self.estimator = PlacementEstimator(problem, costs.approximate_costs, on_estimated)
-        self.exact_estimator = PlacementEstimator(problem, costs)
+        self.estimator = PlacementEstimator(problem, costs, on_estimated)
         self.choices = ParallelismChoices(self.estimator, rules=rules)
         self.model_mapping = MappingSearch(self.choices, group_roles_by_model(problem))
         self.role_mapping = MappingSearch(self.choices, [(role,) for role in self.choices.roles])
@@ -305,7 +302,7 @@ class PlacementPlanner:
 
     def _build_result(self, bounds: Sequence[int], run_bound: int | None) -> PlanResult:
         outcomes = [
-            self._confirm_best(bound, min_ahead=bound if bound == run_bound else 0)
+            self._find_optimum(bound, min_ahead=bound if bound == run_bound else 0)
             for bound in bounds
         ]
         points = [outcome for outcome in outcomes if isinstance(outcome, BoundOptimum)]
@@ -315,10 +312,7 @@ class PlacementPlanner:
             key=lambda outcome: outcome.step_s,
             default=None,
         )
-        # Approximate costs suffice for the best of all other kinds, which lose.
-        kinds = [
-            self._make_candidate(self.estimator, outcome) for outcome in self._list_best_of_kinds()
-        ]
+        kinds = [self._make_candidate(placement) for placement in self._list_best_of_kinds()]
         kinds += self._iter_misfits({outcome.label for outcome in kinds})
         if best is None:
             return PlanResult(None, kinds, (), excluded)
@@ -328,36 +322,25 @@ class PlacementPlanner:
         candidates = sorted([best, *compared], key=lambda outcome: outcome.step_s)
         return PlanResult(best, candidates, points, excluded)
 
-    def _confirm_best(self, bound: int, *, min_ahead: int) -> BoundOptimum | ExcludedBound:
-        """Return the best placement of a bound that exact costs confirm, else the reason."""
+    def _find_optimum(self, bound: int, *, min_ahead: int) -> BoundOptimum | ExcludedBound:
+        """Return the best evaluated placement of a bound, else the reason."""
         min_ahead = max(min_ahead, self._min_staleness)
         if bound < self._min_staleness:
             tokens = f"tokens sampled just before a pull are {self._min_staleness} versions old"
             return ExcludedBound(bound, f"publish_every={self._min_staleness + 1}: {tokens}")
-        feasible = (
-            (seconds, i, placement)
-            for i, (placement, seconds) in enumerate(self.estimator.iter_estimated())
+        feasible = [
+            (placement, seconds)
+            for placement, seconds in self.estimator.iter_estimated()
             if min_ahead <= placement.max_staleness <= bound and math.isfinite(seconds)
-        )
-        rejected = []
-        for _, _, placement in heapq.nsmallest(MAX_CONFIRMATIONS, feasible):
-            candidate = self._make_candidate(self.exact_estimator, placement)
-            if not candidate.estimate.infeasible_reason:
-                return BoundOptimum(bound, candidate)
-            rejected.append(f"{candidate.label}: {candidate.estimate.infeasible_reason}")
-        if not rejected:
+        ]
+        if not feasible:
             return ExcludedBound(bound, "no evaluated placement fits")
-        return ExcludedBound(
-            bound,
-            f"the {len(rejected)} best placements do not fit once the exact bytes of their"
-            f" weight transfers are planned; the first: {rejected[0]}",
-        )
+        placement, _ = min(feasible, key=lambda item: item[1])
+        return BoundOptimum(bound, self._make_candidate(placement))
 
-    def _make_candidate(
-        self, estimator: PlacementEstimator, placement: Placement
-    ) -> PlacementCandidate:
+    def _make_candidate(self, placement: Placement) -> PlacementCandidate:
         return PlacementCandidate(
-            self._format_kind(placement), placement, estimator.estimate(placement)
+            self._format_kind(placement), placement, self.estimator.estimate(placement)
         )
 
     def _list_best_of_kinds(self, aheads: Sequence[int] | None = None) -> list[Placement]:
@@ -395,6 +378,6 @@ class PlacementPlanner:
             roles = {role: self.choices.find_smallest(role, mesh) for role, mesh in meshes.items()}
             placement = self.choices.make_placement(roles)
             if self._format_kind(placement) not in feasible_kinds:
-                candidate = self._make_candidate(self.estimator, placement)
+                candidate = self._make_candidate(placement)
                 if candidate.estimate.infeasible_reason:
                     yield candidate

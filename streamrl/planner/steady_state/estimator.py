@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import (
     CallMemory,
-    PlacementCosts,
     PlacementEstimate,
     PlacementProblem,
 )
@@ -49,7 +49,7 @@ class PlacementEstimator:
     def __init__(
         self,
         problem: PlacementProblem,
-        costs: PlacementCosts,
+        costs: CostModel,
         on_estimated: Callable[[], None] = lambda: None,
     ) -> None:
         self.problem = problem

@@ -15,6 +15,7 @@ from streamrl.planner.costs.call_timings import estimate_train_timing
 from streamrl.planner.costs.constants import HOST_FRACTION, CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.memory import TrainStateBytes
+from streamrl.planner.costs.traffic import WeightTraffic
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from tests.planner.assignments import make_assignment
@@ -72,12 +73,6 @@ def test_decode_step_by_hand():
     assert generator.step_s == 0.0
 
 
-def make_lora_problem(cluster: Cluster, rank: int = 16) -> PlacementProblem:
-    return PlacementProblem(
-        GRPO, {"policy": add_adapter_params(MODEL_SHAPES["llama-7b"], rank)}, WORK, cluster
-    )
-
-
 def test_adapters_shrink_training_state_and_skip_products():
     base, shape = MODEL_SHAPES["llama-7b"], add_adapter_params(MODEL_SHAPES["llama-7b"], 16)
     plain = replace(
@@ -105,18 +100,15 @@ def test_adapters_shrink_training_state_and_skip_products():
 
 def test_adapters_travel_alone_and_merge_into_host_weights():
     shape, base = add_adapter_params(MODEL_SHAPES["llama-7b"], 16), MODEL_SHAPES["llama-7b"]
-    costs = CostModel(make_lora_problem(A100))
-    apart = place("1-1-8", "1-1-8", 8).assignments
-    sent = costs.estimate_transfer(shape, apart["train"], apart["generate"])
-    full = costs.approximate_costs.estimate_transfer(base, apart["train"], apart["generate"])
+    traffic = WeightTraffic(A100, CostConstants())
+    train, generate = make_assignment("1-1-8"), make_assignment("1-1-8", 8)
+    sent, full = (traffic.estimate_transfer(item, train, generate) for item in (shape, base))
     fraction = shape.adapter_params / base.num_params
-    assert sent.received_bytes == round(fraction * full.received_bytes) == 2 * shape.adapter_params
     host = DEVICES["A100"].host_bytes_per_s
     reading_s = 2 * base.num_params / (host * HOST_FRACTION)
     assert sent.seconds == pytest.approx(fraction * full.seconds + reading_s)
     # On shared devices adapters are merged into a copy, too.
-    together = colocate(make_lora_problem(A100), "1-1-16", "1-1-16").assignments
-    shared = costs.estimate_transfer(shape, together["train"], together["generate"])
+    shared = traffic.estimate_transfer(shape, train, train)
     assert shared.extra_bytes == 2 * base.num_params
 
 

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import pytest
 
 from benchmarks.exhaustive import ExhaustiveSearch
 from streamrl.dataflow import ModelCall
-from streamrl.placement.placements import Placement
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunOptions
 from streamrl.planner.problem.workload import (
@@ -16,7 +14,6 @@ from streamrl.planner.problem.workload import (
 )
 from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.planner import (
-    MAX_CONFIRMATIONS,
     ExcludedBound,
     plan_placement,
 )
@@ -93,27 +90,6 @@ def test_every_losing_kind_has_a_reason():
     for candidate in losers:
         assert candidate.reason
         assert candidate.step_s >= winner.step_s
-
-
-class CostsWithoutAhead(CostModel):
-    """Costs that refuse generation ahead, unlike their approximation."""
-
-    @cached_property
-    def approximate_costs(self) -> CostModel:
-        return CostModel(self.problem).approximate_costs
-
-    def explain_infeasible(self, placement: Placement) -> str:
-        return "0.1 GB short" if placement.max_staleness else super().explain_infeasible(placement)
-
-
-def test_bound_rejected_by_exact_costs_has_a_reason():
-    problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
-    planned = plan_placement(problem, CostsWithoutAhead, max_staleness=[0, 1], proposals=60)
-    assert [point.max_staleness for point in planned.points] == [0]
-    (excluded,) = planned.excluded_bounds
-    assert excluded.max_staleness == 1
-    assert f"the {MAX_CONFIRMATIONS} best placements do not fit" in excluded.why
-    assert "1 ahead: 0.1 GB short" in excluded.why
 
 
 def test_publishing_every_other_step_needs_a_staleness_of_one():

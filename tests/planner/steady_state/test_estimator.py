@@ -14,9 +14,9 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import (
     CallMemory,
-    PlacementCosts,
     PlacementEstimate,
     PlacementProblem,
     RunOptions,
@@ -58,16 +58,12 @@ TIMINGS = StageTimings(
 """Reference 3 s, values 2 s, policy 4 + 1 s, critic 2 + 1 s."""
 
 
-class FixedCosts:
+class FixedCosts(CostModel):
     """Costs with fixed timings."""
 
     def __init__(self, timings: StageTimings = TIMINGS, reason: str = "") -> None:
         self.timings = timings
         self.reason = reason
-
-    @property
-    def approximate_costs(self) -> PlacementCosts:
-        return self
 
     def predict_timings(self, placement: Placement) -> StageTimings:
         return self.timings
@@ -77,13 +73,6 @@ class FixedCosts:
 
     def explain_infeasible(self, placement: Placement) -> str:
         return self.reason
-
-    def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        seconds = {"generate": 10.0, "reference": 3.0, "value": 2.0, "train": 5.0}
-        return seconds.get(stage, 3.0)
-
-    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
-        return self.call_duration_s("generate", assignment)
 
 
 def assign_meshes(**meshes: str) -> dict[str, CallAssignment]:
@@ -104,7 +93,7 @@ COLOCATED = Placement(assign_meshes(generate="0-7", reference="0-7", train="0-7"
 
 
 def estimate_placement(
-    problem: PlacementProblem, placement: Placement, costs: PlacementCosts
+    problem: PlacementProblem, placement: Placement, costs: CostModel
 ) -> PlacementEstimate:
     return PlacementEstimator(problem, costs).estimate(placement)
 
