@@ -6,13 +6,10 @@ streamrl's engines hold prompts of both steps, so its estimator does not describ
 
 from streamrl.dataflow import CallKind
 from streamrl.placement.placements import Placement
+from streamrl.planner.costs.call_durations import score_duration_s, train_duration
 from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.generation_model import GenerationModel
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.steady_state.call_durations import (
-    GenerationModel,
-    score_duration_s,
-    train_duration,
-)
 
 
 def predict_calls_s(

@@ -16,9 +16,9 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.call_cost import CallCost
 from streamrl.planner.costs.call_timings import estimate_generator_timing
 from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.generation_model import GenerationModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.hybridflow import ParallelismChoices, allow_any_split
-from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.resharding.grids import RankGrid
 

@@ -26,7 +26,7 @@ from benchmarks.published.verl import (
     is_fitted,
 )
 from streamrl.messages import Array
-from streamrl.planner.steady_state.call_durations import GenerationModel
+from streamrl.planner.costs.generation_model import GenerationModel
 
 MAX_EVALUATIONS = 40
 Parts = dict[str, tuple[float, float]]

@@ -13,6 +13,11 @@ from streamrl.errors import ConfigError
 from streamrl.placement.clusters import DeviceSpec
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.call_cost import CallCost, count_stage_params
+from streamrl.planner.costs.call_durations import (
+    choose_cuts,
+    score_duration_s,
+    train_duration,
+)
 from streamrl.planner.costs.call_timings import (
     estimate_generator_timing,
     estimate_rule_timing,
@@ -20,6 +25,7 @@ from streamrl.planner.costs.call_timings import (
     estimate_train_timing,
 )
 from streamrl.planner.costs.constants import COLUMN_BYTES, CostConstants
+from streamrl.planner.costs.generation_model import GenerationModel
 from streamrl.planner.costs.memory import (
     CallFootprint,
     DeviceMemory,
@@ -41,12 +47,6 @@ from streamrl.planner.problem.stage_timings import (
     WeightsTiming,
 )
 from streamrl.planner.problem.workload import Workload
-from streamrl.planner.steady_state.call_durations import (
-    GenerationModel,
-    choose_cuts,
-    score_duration_s,
-    train_duration,
-)
 
 
 class CostModel:

@@ -13,16 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.call_durations import STEP_CUTS, split_seconds
 from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.generation_model import GenerationModel
 from streamrl.planner.problem.problem import (
     CallMemory,
     PlacementEstimate,
     PlacementProblem,
-)
-from streamrl.planner.steady_state.call_durations import (
-    STEP_CUTS,
-    GenerationModel,
-    split_seconds,
 )
 from streamrl.planner.steady_state.jobs import (
     CallGraph,

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, Dataflow, ModelCall
 from streamrl.placement.meshes import Mesh, find_max_load
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.planner.problem.problem import RunOptions
-from streamrl.planner.problem.stage_timings import StageTimings, WeightsTiming
-from streamrl.planner.problem.workload import Workload
-from streamrl.planner.steady_state.call_durations import (
-    GenerationModel,
+from streamrl.planner.costs.call_durations import (
     choose_cuts,
     score_duration_s,
     split_seconds,
     train_duration,
 )
+from streamrl.planner.costs.generation_model import GenerationModel
+from streamrl.planner.problem.problem import RunOptions
+from streamrl.planner.problem.stage_timings import StageTimings, WeightsTiming
+from streamrl.planner.problem.workload import Workload
 from streamrl.planner.steady_state.list_scheduler import NO_MESH, JobDependency, StepJob
 
 

@@ -2,39 +2,18 @@
 
 Every running rollout gets one token per decode step, whichever training step it belongs to. Earlier
 steps get slots first. The rollouts of a step follow the schedule they would have alone
-(`continuous_batching.ReplicaSchedule`): a decode step advances them by 1, or by less if fewer slots
+(`generation_model.ReplicaSchedule`): a decode step advances them by 1, or by less if fewer slots
 are left than they would use. The time of a decode step depends on all running rollouts.
 """
 
 import bisect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from streamrl.planner.problem.stage_timings import GeneratorTiming
+from streamrl.planner.costs.generation_model import RolloutProfile
 
 ROUNDING_TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True)
-class RolloutProfile:
-    """Rollouts of a training step on a replica, by decode steps since their start.
-
-    bounds [n + 1]: borders of n segments of decode steps.
-    running_rollouts [n], resident_tokens [n]: running rollouts and their tokens.
-    overhead_s [n]: seconds per decode step for prefill and finished groups.
-    result_steps: decode steps after which each cut of the groups is complete.
-    slots: concurrent rollouts of the replica.
-    """
-
-    timing: GeneratorTiming
-    bounds: Sequence[float]
-    running_rollouts: Sequence[float]
-    resident_tokens: Sequence[float]
-    overhead_s: Sequence[float]
-    result_steps: Sequence[float]
-    slots: float
 
 
 class CompletionEvent(NamedTuple):

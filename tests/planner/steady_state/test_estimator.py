@@ -15,6 +15,7 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.costs.generation_model import GenerationModel
 from streamrl.planner.problem.problem import (
     CallMemory,
     PlacementEstimate,
@@ -28,7 +29,6 @@ from streamrl.planner.problem.stage_timings import (
     WeightsTiming,
 )
 from streamrl.planner.problem.workload import LognormalLengths, Workload, make_fixed_lengths
-from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.planner.steady_state.list_scheduler import JobDependency
 from streamrl.resharding.grids import RankGrid

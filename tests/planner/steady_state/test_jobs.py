@@ -6,10 +6,10 @@ from streamrl.dataflow import build_dataflow
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.generation_model import GenerationModel
 from streamrl.planner.problem.problem import RunOptions
 from streamrl.planner.problem.stage_timings import ScoreTiming, StageTimings, TrainTiming
 from streamrl.planner.problem.workload import LognormalLengths, Workload
-from streamrl.planner.steady_state.call_durations import GenerationModel
 from streamrl.planner.steady_state.jobs import CallGraph, JobGraph, make_ahead_job
 from streamrl.resharding.grids import RankGrid
 from tests.planner.samplers import sampler
