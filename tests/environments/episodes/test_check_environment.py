@@ -3,7 +3,6 @@
 import asyncio
 import re
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.messages import FinishReason, Prompt
 from tests.descendants import descendants
 from tests.environments.hosts.user_files import ANSWERS, make_leaning
+from tests.environments.tool_calls.test_tool_schema import Library
 
 PROMPTS = [
     Prompt(uid, np.zeros(1, np.int32), messages=[{"role": "user", "content": ""}])
@@ -191,20 +191,7 @@ def test_means_of_policies_without_sense_are_compared_with_a_solved_episode(scor
         assert finding.status == "warn" and finding.text.startswith(text)
 
 
-def search(
-    query: str,
-    tags: list[str],
-    filters: dict[str, int],
-    site: Literal["web", "news"],
-    limit: int | None = None,
-    exact: bool = False,
-    weight: float = 1.0,
-) -> str:
-    """Search."""
-    return query
-
-
-TOOL = make_tool_schema(search)
+TOOL = make_tool_schema(Library().search)
 
 
 @given(st.integers(0, 2**32), st.integers(0, 9), st.sampled_from([[], [TOOL]]))

@@ -5,6 +5,7 @@ From the user's class through the driver into the tokens of the episode, with a 
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from streamrl.data.chat_template import load_chat_template
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
+from streamrl.environments.hosts.environment_host import EnvironmentHost
+from streamrl.environments.hosts.host_pool import EnvironmentHostPool
+from streamrl.environments.hosts.host_protocol import HostResponse
 from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
@@ -24,8 +28,9 @@ from streamrl.messages import (
     TurnOutcome,
     check_loss_mask,
 )
+from streamrl.user_code.pool.process import unpickle_response
+from streamrl.user_code.pool.worker import HEADER, pack_message
 from tests.bpe_tokenizer import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
-from tests.environments.episodes.in_process import InProcessHosts
 from tests.environments.episodes.scripted import run_group
 
 TEMPLATE = Path(__file__).parents[1] / "rendering" / "templates" / "qwen2_5.jinja"
@@ -40,7 +45,27 @@ class Mine:
 """
 MARKERS = "\n".join([" ".join([*SPECIAL_TOKENS, *PLAIN_ADDED_TOKENS])] * 100)
 """A hundred lines of special tokens and of other tokens that templates write."""
-MARKERS_SOURCE = repr(MARKERS)
+
+
+class InProcessPool(EnvironmentHostPool):
+    """Pool of a host in this process, whose responses pass through the pool's wire format."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        super().__init__(config)
+        self._handler = EnvironmentHost(config)
+        self._description = self._handler._class.description
+
+    async def claim_host(self):
+        return SimpleNamespace(has_ended=False)
+
+    def release(self, host):
+        pass
+
+    async def call_host(self, host, request, timeout_s):
+        response = await self._handler(request)
+        received: HostResponse = unpickle_response(pack_message(response)[HEADER.size :])
+        assert not received.error
+        return received.result
 
 
 class WrittenTurns:
@@ -82,7 +107,7 @@ def run_episode(renderer, tmp_path, monkeypatch):
         config = EnvironmentConfig(str(path), **{"max_tokens": 200_000, **settings})
         driver = EpisodeDriver(
             WrittenTurns(renderer, turns),
-            InProcessHosts(config),
+            InProcessPool(config),
             renderer,
             make_call_format("hermes", renderer.tokenizer),
             limits=EpisodeLimits(config.max_turns, 64, config.max_tokens, 100.0),
@@ -108,39 +133,22 @@ def read_observation(renderer, columns):
     return decode(renderer.tokenizer, tokens.tolist()).strip("\n")
 
 
+@pytest.mark.parametrize("source, reply", [(TOOL, CALL), (TURNS, "go")], ids=["tool", "turns"])
 @pytest.mark.parametrize(
-    ("result", "text"),
+    ("written", "text"),
     [
-        (MARKERS_SOURCE, MARKERS),
+        (repr(MARKERS), MARKERS),
         (r"'half \ud800 pair \udfff'", "half \ufffd pair \ufffd"),
         ("''", ""),
         (r"'\0\x1b[31m'", "\0\x1b[31m"),
     ],
     ids=["special tokens", "lone surrogates", "nothing", "control characters"],
 )
-async def test_the_policy_reads_the_result_of_a_tool_as_ordinary_text(
-    renderer, run_episode, result, text
+async def test_the_policy_reads_what_an_environment_or_its_tool_says_as_ordinary_text(
+    renderer, run_episode, source, reply, written, text
 ):
-    columns = await run_episode(TOOL.format(result), CALL, "done")
-    assert columns["turn_outcomes"].tolist() == [TurnOutcome.CALLED, TurnOutcome.SPOKE]
-    assert columns["finish_reason"].tolist() == [FinishReason.STOP.value]
-    assert read_observation(renderer, columns) == text
-
-
-@pytest.mark.parametrize(
-    ("observation", "text"),
-    [
-        (MARKERS_SOURCE, MARKERS),
-        (r"'half \ud800 pair \udfff'", "half \ufffd pair \ufffd"),
-        ("''", ""),
-        (r"[{'role': 'user', 'content': '\ud800'}]", "\ufffd"),
-    ],
-    ids=["special tokens", "lone surrogates", "nothing", "messages"],
-)
-async def test_the_policy_reads_an_observation_as_ordinary_text(
-    renderer, run_episode, observation, text
-):
-    columns = await run_episode(TURNS.format(observation), "go", "done")
-    assert columns["num_turns"].tolist() == [2]
+    columns = await run_episode(source.format(written), reply, "done")
+    outcome = TurnOutcome.CALLED if source is TOOL else TurnOutcome.SPOKE
+    assert columns["turn_outcomes"].tolist() == [outcome, TurnOutcome.SPOKE]
     assert columns["finish_reason"].tolist() == [FinishReason.STOP.value]
     assert read_observation(renderer, columns) == text

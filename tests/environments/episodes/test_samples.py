@@ -79,16 +79,6 @@ async def test_turns_without_thoughts_and_those_after_the_last_sample_are_append
     assert columns["num_turns"].tolist() == [2, 3]
 
 
-@in_virtual_time
-async def test_without_samples_every_turn_is_appended():
-    sampler = ScriptedSampler(lambda context, seed: "{hm}5;")
-    columns = await run_group(
-        make_driver(sampler, ScriptedHosts(lambda: ScriptedSession([say("a"), DONE])))
-    )
-    assert sampler.contexts[1] == "?{hm}5;[a]"
-    assert EPISODE_COLUMN not in columns
-
-
 @given(seed=st.integers(0, 9999), max_tokens=st.integers(20, 80), max_samples=st.integers(2, 4))
 def test_samples_change_neither_turns_nor_limits_nor_what_is_trained(seed, max_tokens, max_samples):
     rng = random.Random(seed)
@@ -124,7 +114,8 @@ def test_samples_change_neither_turns_nor_limits_nor_what_is_trained(seed, max_t
     firsts = np.unique(columns["episode"], return_index=True)[1]
     for name in ("finish_reason", "environment_scores", "num_calls"):
         np.testing.assert_array_equal(columns[name][firsts], appended[name])
-    assert columns.keys() == {*ROLLOUT_COLUMNS, *EPISODE_COLUMNS, EPISODE_COLUMN}
+    assert appended.keys() == {*ROLLOUT_COLUMNS, *EPISODE_COLUMNS}
+    assert columns.keys() == {*appended, EPISODE_COLUMN}
     info = GroupInfo.from_columns(columns)
     check_column_sizes(measure_columns(columns), info)
     assert len(info.samples) == 3

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import time
 from collections import Counter
 
@@ -272,19 +271,3 @@ async def test_sessions_go_to_the_host_with_the_fewest(start_pool):
     async with contextlib.AsyncExitStack() as stack:
         pids = [(await stack.enter_async_context(open_session(pool)))[1] for _ in range(6)]
     assert sorted(Counter(pids).values()) == [3, 3]
-
-
-async def test_hosts_that_do_not_start_again_fail_the_sessions_that_wait(
-    start_pool, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(pool_module, "MAX_FAILED_STARTS", 2)
-    pool = await start_pool(processes=1)
-    (tmp_path / "mine.py").write_text("1 / 0")
-    async with open_session(pool) as (session, _):
-        with pytest.raises(EpisodeError):
-            await step(session, "kill")
-    with pytest.raises(EpisodeError, match=r"does not start: environment.path=.*ZeroDivisionError"):
-        await pool.open_session(make_prompt(), seed=0).reset()
-    (tmp_path / "mine.py").write_text(COMMANDS)
-    async with open_session(pool) as (session, pid):
-        assert await step(session, "") == str(pid) != str(os.getpid())

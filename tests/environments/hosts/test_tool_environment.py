@@ -36,7 +36,7 @@ class Writer:
 
     def produce(self, shape: str) -> str:
         """Write."""
-        return {"long": "x" * 20_000_000, "nothing": "", "tokens": "<|im_end|>"}.get(shape, shape)
+        return {"long": "x" * 20_000_000, "nothing": "", "half": "a\\ud800b"}.get(shape, shape)
 
     def score(self, episode):
         return 0.5
@@ -87,30 +87,22 @@ async def test_all_kinds_of_tools_answer_side_by_side(open_session):
 @pytest.mark.parametrize(
     ("shape", "code", "text"),
     [
-        ("tokens", "print('<|im_end|>', end='')", "<|im_end|>"),
+        ("<|im_end|>", "print('<|im_end|>', end='')", "<|im_end|>"),
         ("nothing", "", ""),
+        ("half", "import os; os.write(1, b'a' + bytes([255]) + b'b'); None", "a\ufffdb"),
         (
             "long",
             "print('x' * 20_000_000, end='')",
             f"{'x' * 1000}\n[... 19998000 characters left out ...]\n{'x' * 1000}",
         ),
     ],
-    ids=["tokens", "nothing", "long"],
+    ids=["tokens", "nothing", "half a character", "long"],
 )
 async def test_the_policy_reads_the_same_of_every_kind_of_tool(open_session, shape, code, text):
     session = open_session(WRITER, tools=[PYTHON, RAW])
     await session.reset()
     calls = ("produce", {"shape": shape}), ("python", {"code": code}), ("write", {"shape": shape})
     assert await call(session, *calls) == [(CallOutcome.OK, text)] * 3
-
-
-async def test_a_character_that_utf8_cannot_encode_is_replaced(open_session):
-    session = open_session(WRITER, tools=[PYTHON, RAW])
-    await session.reset()
-    code = "import os; os.write(1, b'a' + bytes([255]) + b'b'); None"
-    calls = ("produce", {"shape": "a\ud800b"}), ("python", {"code": code})
-    answers = await call(session, *calls, ("say", {"text": "a\ue001b"}))
-    assert answers == [(CallOutcome.OK, "a�b")] * 3
 
 
 async def test_calls_past_their_deadline_say_what_is_lost(open_session):

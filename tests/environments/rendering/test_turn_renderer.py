@@ -1,12 +1,13 @@
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizer
 
-from streamrl.data.chat_template import load_chat_template, render_prompts
+from streamrl.data.chat_template import ChatTemplate, render_prompts
 from streamrl.data.config import DataConfig
 from streamrl.data.guarded_text import CODE
 from streamrl.data.rows import DataRow
@@ -137,11 +138,6 @@ def test_sampled_tokens_stay_as_sampled(load_renderer, name, reply, observation)
         ("qwen2_5", "user", "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"),
         ("toy", "user", "<eos>{}="),
         (
-            "gemma",
-            "user",
-            "<end_of_turn>\n<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n",
-        ),
-        (
             "mistral",
             "tool",
             '</s>[TOOL_RESULTS] {{"content": {}, "call_id": "call00000"}}[/TOOL_RESULTS]',
@@ -152,7 +148,6 @@ def test_sampled_tokens_stay_as_sampled(load_renderer, name, reply, observation)
             '<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n{{"output": "{}"}}'
             "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         ),
-        ("deepseek", "tool", "</s><|tool_output_begin|>{}<|tool_output_end|>"),
     ],
 )
 def test_only_tokens_with_the_environments_text_are_observation(
@@ -376,25 +371,9 @@ def test_a_template_that_closes_the_turn_of_the_policy_is_refused(make_renderer)
 
 
 def test_a_tokenizer_without_offsets_is_refused():
-    class CharacterTokenizer(PreTrainedTokenizer):
-        vocab_size = 256
-
-        def get_vocab(self):
-            return {chr(i): i for i in range(256)}
-
-        def _tokenize(self, text):
-            return list(text)
-
-        def _convert_token_to_id(self, token):
-            return ord(token)
-
-        def _convert_id_to_token(self, index):
-            return chr(index)
-
-    tokenizer = CharacterTokenizer()
-    template = load_chat_template("plain", tokenizer)
-    with pytest.raises(ConfigError, match=r"CharacterTokenizer .*tokenizer\.json"):
-        TurnRenderer(tokenizer, template)
+    tokenizer: Any = SimpleNamespace(is_fast=False, name_or_path="my/model")
+    with pytest.raises(ConfigError, match=r"my/model: SimpleNamespace .*tokenizer\.json"):
+        TurnRenderer(tokenizer, ChatTemplate(None, "plain"))
 
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\n"

@@ -41,7 +41,8 @@ def call(name, arguments):
     if name == "die":
         print("out of luck", file=sys.stderr, flush=True)
         os._exit(3)
-    return {"long": "x" * 20_000_000, "nothing": "", "tokens": "<|im_end|>"}[arguments["shape"]]
+    shapes = {"long": "x" * 20_000_000, "nothing": "", "half": "a\ue001b"}
+    return shapes.get(arguments["shape"], arguments["shape"])
 
 
 def answer(request):

@@ -1,7 +1,5 @@
 """The tool `python` in episodes: its session, and what a call past its deadline costs."""
 
-import asyncio
-
 import pytest
 import pytest_asyncio
 
@@ -39,21 +37,6 @@ async def test_episodes_share_no_session_and_one_that_never_calls_has_none(sourc
     assert descendants() - before
     for episode in episodes:
         await episode.close()
-    assert not descendants() - before
-
-
-@module_loop
-async def test_a_call_past_its_deadline_costs_the_session_and_the_next_call_gets_a_new_one(source):
-    before = descendants()
-    episode = await source.open(0.0)
-    await run(episode, "x = 1")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await run(episode, "while True: pass")
-    assert "variables are lost" in episode.timeout_note
-    lost = await run(episode, "x")
-    assert lost.outcome is CallOutcome.TOOL_ERROR and "NameError" in lost.text
-    await episode.close()
     assert not descendants() - before
 
 
