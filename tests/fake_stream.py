@@ -2,6 +2,7 @@
 clock."""
 
 import asyncio
+import itertools
 import math
 import random
 from collections import Counter, defaultdict
@@ -313,7 +314,6 @@ async def run_stream(
 ) -> Stream:
     """Run all loops of a plan to the end of its last step."""
     stream = build_stream(plan)
-    await stream.control.reconcile_queue(stream.queue)
     await run_loops(stream, disturb=disturb)
     return stream
 
@@ -325,7 +325,8 @@ Disturb = Callable[[Stream], Coroutine[Any, Any, None]]
 async def run_loops(
     stream: Stream, *, disturb: Disturb | None = None, checkpoint_every: int = 0
 ) -> None:
-    """Run all loops of a stream to the end of its last step."""
+    """Reconcile the queue, then run all loops of a stream to the end of its last step."""
+    await stream.control.reconcile_queue(stream.queue)
     plan, clock = stream.plan, asyncio.get_running_loop().time
     config = PipelineConfig(
         max_staleness=plan.max_staleness,
@@ -365,17 +366,12 @@ async def run_loops(
             *(stage("train", "trainer"), stream.control, stream.trainers, config), report=report
         )
     )
+    loops.append(training)
     try:
         while not training.done():
-            running = [t for stage_loops in stream.loops.values() for t in stage_loops] + loops
-            await wait_for_first([training, *running])
-        await training
+            await wait_for_first([*itertools.chain(loops, *stream.loops.values())])
     finally:
-        everything = [
-            training,
-            *loops,
-            *(t for stage_loops in stream.loops.values() for t in stage_loops),
-        ]
+        everything = [*itertools.chain(loops, *stream.loops.values())]
         for loop in everything:
             loop.cancel()
         await asyncio.gather(*everything, return_exceptions=True)

@@ -13,7 +13,7 @@ from streamrl.buffer import QueueShard
 from streamrl.buffer.group import GroupState, ShardState
 from streamrl.errors import DeadlineError
 from streamrl.messages import Columns, Experience, FilteredGroup, GroupLease
-from tests.buffer.shards import STAGES, admit, put, rollouts, take
+from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, put, rollouts, take
 
 MOVES = {
     "wait": 3,
@@ -104,7 +104,7 @@ class Life:
 
     async def _take(self, rng: random.Random) -> None:
         max_groups = rng.randint(1, 4)
-        for stage in rng.sample(list(STAGES), len(STAGES)):
+        for stage in rng.sample(list(WITH_A_GREEDY_ONE), len(WITH_A_GREEDY_ONE)):
             holder = "coordinator" if stage == "train" else rng.choice(HOLDERS)
             request = f"{holder}/{rng.randrange(4)}" if rng.random() < 0.3 else ""
             groups = await take(
@@ -166,8 +166,11 @@ def make_columns(lease: GroupLease, rng: random.Random) -> Columns:
         columns = rollouts()
         columns["generator_logprobs"] = np.full(10, -rng.random(), np.float32)
         return columns
-    name, size = ("scores", 2) if lease.stage == "reward" else ("ref_logprobs", 10)
-    return {name: np.full(size, rng.random(), np.float32)}
+    if lease.stage == "greedy":
+        return {"greedy_ids": np.full(2, rng.randrange(9), np.int32)}
+    names = {"reward": "scores", "baseline": "baseline_scores", "reference": "ref_logprobs"}
+    size = 10 if lease.stage == "reference" else 2
+    return {names[lease.stage]: np.full(size, rng.random(), np.float32)}
 
 
 def facts(

@@ -27,19 +27,6 @@ WHOLE_BYTES = sum(len(encode_columns(columns)) for columns in WORK.values())
 """Bytes of the columns of a finished group."""
 
 
-@on_shard(bounds=ShardCapacity(1))
-async def test_full_shard_blocks_admission_until_a_removal(shard: QueueShard):
-    await admit(shard, "a")
-    blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
-    await asyncio.sleep(5.0)
-    await finish(shard)
-    assert len(await take(shard, "train")) == 1
-    assert not blocked.done()
-    await shard.remove_groups(["a"], 1)
-    await blocked
-    assert (await shard.get_stats()).uids == ("b",)
-
-
 @on_shard(bounds=ShardCapacity(2))
 async def test_admission_inserts_as_many_as_fit(shard: QueueShard):
     entries = [entry(uid) for uid in "abc"]
@@ -123,21 +110,21 @@ async def test_cancelled_admission_releases_its_reservation():
     assert len(await take(shard, "generate")) == 1
 
 
-@on_shard(bounds=ShardCapacity(1))
-async def test_capacity_deadline_names_the_groups_in_the_shard(shard: QueueShard):
-    await admit(shard, "a")
-    message = r"prompt b waited .* full shard: it holds 1 of 1 groups .*; the first are \['a'\]"
-    with pytest.raises(DeadlineError, match=message):
-        await admit(shard, "b", wait_s=5.0)
-    assert asyncio.get_running_loop().time() == pytest.approx(5.0)
-
-
-@on_shard(bounds=ShardCapacity(10, max_bytes=2999, reserved_group_bytes=1000))
-async def test_admission_reserves_bytes_per_group(shard: QueueShard):
+@pytest.mark.parametrize(
+    ("bounds", "full"),
+    [
+        (ShardCapacity(2), "it holds 2 of 2 groups and 0 "),
+        (ShardCapacity(10, 2999, 1000), "it holds 2 of 10 groups and 2000 of 2999 bytes"),
+    ],
+)
+@in_virtual_time
+async def test_capacity_deadline_names_the_groups_in_the_shard(bounds: ShardCapacity, full: str):
+    shard = make_shard(bounds=bounds)
     await admit(shard, *"ab")
-    message = r"it holds 2 of 10 groups and 2000 of 2999 bytes; the first are \['a', 'b'\]"
+    message = rf"prompt c waited .* full shard: {full}.*; the first are \['a', 'b'\]"
     with pytest.raises(DeadlineError, match=message):
         await admit(shard, "c", wait_s=5.0)
+    assert asyncio.get_running_loop().time() == pytest.approx(5.0)
 
 
 @on_shard(bounds=ShardCapacity(10, 2 * 2000 + WHOLE_BYTES, reserved_group_bytes=2000))

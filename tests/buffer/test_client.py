@@ -95,15 +95,6 @@ async def test_shard_index_is_equal_in_every_process():
         assert set((await shard.call(QueueShard.get_stats)).uids) == shard_uids != set()
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
-@in_virtual_time
-async def test_every_group_is_leased_once_from_any_shard(shards: int):
-    queue = queue_of(shards)
-    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)
-    leased = [experience.uid for experience in await take_all(queue, "generate")]
-    assert sorted(leased) == sorted(UIDS)
-
-
 @in_virtual_time
 async def test_read_columns_by_uid():
     queue, uids = queue_of(2), UIDS[:6]
@@ -130,9 +121,6 @@ async def test_stats_are_summed_over_shards():
     assert stats.depth["generate"] == pytest.approx(20.0, rel=0.01)
     assert stats.oldest_age_s == pytest.approx(5.0, abs=0.1)
     assert stats.counts == {"redelivered": 0, "refused": 0}
-
-
-# Finished groups
 
 
 # Dead holders and stalls

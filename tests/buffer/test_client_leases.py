@@ -198,25 +198,10 @@ async def test_grants_are_returned_only_after_a_due_renewal():
     await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)  # makes the leases durable
     for shard in shards:
         shard.kill()
+    started = asyncio.get_running_loop().time()
     assert await lease(queue, "generate") == []
+    assert asyncio.get_running_loop().time() == started + 1.0, "a renewal that hangs is left"
     for shard in shards:
         shard.revive()
     (second,) = await lease(queue, "generate", wait_s=10.0)
     assert {group.uid, second.uid} == set(uids)
-
-
-@in_virtual_time
-async def test_lease_call_ends_in_time_if_a_renewal_hangs():
-    shards = local_shards(1)
-    queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
-    await queue.insert_prompts([prompt("0:0:0")], 0)
-    (group,) = await lease(queue, "generate")
-    await queue.insert_prompts([prompt("0:1:0")], 0)  # makes the lease durable
-    await asyncio.sleep(6.0)
-    shards[0].kill()
-    before = clock()
-    assert await lease(queue, "generate") == []
-    assert clock() == before + 1.0
-    shards[0].revive()
-    (second,) = await lease(queue, "generate")
-    assert await queue.commit_columns([(group.lease, rollouts()), (second.lease, rollouts())]) == []

@@ -44,12 +44,15 @@ async def test_late_and_duplicate_commits_are_refused(shard: QueueShard):
 
 
 @on_shard()
-async def test_commit_for_an_ended_group_is_refused_but_not_counted(shard: QueueShard):
+async def test_commit_for_a_filtered_group_is_refused_but_not_counted(shard: QueueShard):
     await admit(shard, "a")
     (group,) = await take(shard, "generate")
     await put(shard, (group.lease, rollouts()))
     (reward,), (reference,) = await take(shard, "reward"), await take(shard, "reference")
-    await shard.filter_groups([(reward.lease, FilteredGroup("not worth it"))])
+    for reason in ("all 2 rewards are 1", "again"):
+        await shard.filter_groups([(reward.lease, FilteredGroup(reason))])
+    (filtered,) = await take(shard, "train")
+    assert filtered.outcome == GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
     assert await put(shard, (reference.lease, REFERENCE)) == ["a"]
     assert (await shard.get_stats()).counts["refused"] == 0
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from streamrl.buffer import (
@@ -21,7 +20,7 @@ from streamrl.buffer.encoding import Blob, decode_columns, join_pieces
 from streamrl.buffer.journal import delete_segments_from, get_segment_path, list_segments
 from streamrl.errors import JournalError, StreamError
 from streamrl.run_dir.checkpoint import CheckpointState, CheckpointWriter, find_snapshot
-from tests.buffer.shards import STAGES, WITH_A_GREEDY_ONE, admit, do, finish, put, rollouts, take
+from tests.buffer.shards import STAGES, admit, do, finish, put, rollouts, take
 
 
 def plan(
@@ -81,26 +80,6 @@ async def test_accepted_columns_survive_a_kill(tmp_path: Path):
     expected = rollouts(version=3)["policy_version"].tolist()
     assert scoring.columns["policy_version"].tolist() == expected
     await finish(shard)
-    await shard.close()
-
-
-async def test_columns_committed_before_rollouts_survive_a_kill(tmp_path: Path):
-    greedy = {"greedy_ids": np.array([7, 8], np.int32)}
-    shard = restart(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
-    await admit(shard, "a")
-    (group,) = await take(shard, "greedy")
-    assert await put(shard, (group.lease, greedy)) == []
-
-    shard = restart(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
-    assert not shard.corrupt_records
-    assert await take(shard, "greedy") == []
-    (sampling,) = await take(shard, "generate")
-    assert await put(shard, (sampling.lease, rollouts())) == []
-
-    shard = restart(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
-    (judging,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
-    assert judging.columns["greedy_ids"].tolist() == [7, 8]
-    assert judging.info is not None
     await shard.close()
 
 

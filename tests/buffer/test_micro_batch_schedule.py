@@ -38,15 +38,6 @@ def test_single_update_streams_full_rounds():
     assert list(schedule.step_schedule.iter_rounds()) == flat_rounds
 
 
-def test_full_step_plan_waits_for_all_groups():
-    schedule = make_scheduler(UpdatePlan(requires_full_step=True))
-    schedule.add_group("a", GROUPS["a"])
-    assert schedule.take_rounds(complete=False) == []
-    schedule.add_group("b", GROUPS["b"])
-    expected = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert sorted(list_picks(schedule.take_rounds(complete=True))) == expected
-
-
 @given(
     epochs=st.integers(1, 3),
     mini_batches=st.integers(1, 4),
@@ -58,6 +49,7 @@ def test_every_epoch_trains_each_rollout_once(epochs, mini_batches, dp_size, ord
     schedule = make_scheduler(pace, dp_size=dp_size)
     for uid in order:
         schedule.add_group(uid, GROUPS[uid])
+        assert schedule.take_rounds(complete=False) == [], "the step is not complete"
     all_rounds = schedule.take_rounds(complete=True)
     for epoch in range(epochs):
         of_epoch = [r for r in all_rounds if r.epoch == epoch]

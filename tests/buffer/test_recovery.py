@@ -28,13 +28,12 @@ from streamrl.buffer.journal import (
     replay_segments,
 )
 from streamrl.errors import JournalError
-from streamrl.messages import GroupOutcome
 from tests import fake_shards
 from tests.buffer.journals import intact
 from tests.buffer.schedules import Life, facts, moves
 from tests.buffer.shards import (
     MAX_ATTEMPTS,
-    STAGES,
+    WITH_A_GREEDY_ONE,
     admit,
     do,
     finish,
@@ -63,13 +62,13 @@ def on_disk(stage_columns: StageColumns) -> bytes:
 @given(moves)
 @in_virtual_time
 async def test_recovery_restores_the_shard_state(schedule: list[tuple[str, int]]):
-    log, state = MemoryLog(), ShardState(STAGES)
+    log, state = MemoryLog(), ShardState(WITH_A_GREEDY_ONE)
     shard = make_shard(book=state, log=log, session="run", **TIGHT)
     life = Life(shard)
     await life.live(schedule)
     await life.settle()
     await log.append([])
-    recovered = fake_shards.recover(STAGES, log)
+    recovered = fake_shards.recover(WITH_A_GREEDY_ONE, log)
     assert facts(recovered, in_memory) == facts(state, in_memory)
     # Leases survive a restart within a session, not a new session.
     make_shard(book=recovered, session="run", **TIGHT)
@@ -87,7 +86,7 @@ async def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
     log, uids, removed = MemoryLog(), list[str](), set[str]()
     tokens: dict[int, tuple[str, str, str]] = {}
     for schedule in lives:
-        state = fake_shards.recover(STAGES, log)
+        state = fake_shards.recover(WITH_A_GREEDY_ONE, log)
         life = Life(make_shard(book=state, log=log, session="run", **TIGHT))
         life.uids, life.tokens, life.removed = uids, tokens, removed
         await life.live(schedule)
@@ -95,7 +94,7 @@ async def test_kill_at_any_time_loses_nothing_accepted_and_tokens_stay_unique(
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         log = log.crash()
-        check_accepted_columns(life, fake_shards.recover(STAGES, log))
+        check_accepted_columns(life, fake_shards.recover(WITH_A_GREEDY_ONE, log))
 
 
 def check_accepted_columns(life: Life, recovered: ShardState) -> None:
@@ -149,7 +148,7 @@ def test_snapshot_and_later_segments_restore_the_shard_state(
     folder = tmp_path_factory.mktemp("journal")
 
     async def main() -> None:
-        log, state = journal_of(folder), ShardState(STAGES)
+        log, state = journal_of(folder), ShardState(WITH_A_GREEDY_ONE)
         life = Life(make_shard(book=state, log=log, session="run", **TIGHT))
         base = SnapshotBase()
         for i, schedule in enumerate((before, between, after)):
@@ -158,14 +157,16 @@ def test_snapshot_and_later_segments_restore_the_shard_state(
                 # Calls are in flight at the cut, and more follow before the snapshot is written.
                 cut = await log.rotate()
                 await life.live(after[:5])
-                write_snapshot(STAGES, folder, base, before=cut, out=folder / f"snapshot-{i}")
+                write_snapshot(
+                    WITH_A_GREEDY_ONE, folder, base, before=cut, out=folder / f"snapshot-{i}"
+                )
                 base = SnapshotBase(folder / f"snapshot-{i}", cut)
         await life.settle()
         await log.append([])
         expected = facts(state, in_memory)
         for recovered, corrupt in (
-            recover_state(STAGES, folder, SnapshotBase()),
-            recover_state(STAGES, folder, base),
+            recover_state(WITH_A_GREEDY_ONE, folder, SnapshotBase()),
+            recover_state(WITH_A_GREEDY_ONE, folder, base),
         ):
             assert not corrupt
             assert facts(recovered, on_disk) == expected
@@ -208,38 +209,7 @@ async def write_populated_journal(folder: Path) -> None:
 
 def recover(folder: Path) -> ShardState:
     """Recover from a journal without snapshot; damage is reported by `damage`."""
-    return recover_state(STAGES, folder, SnapshotBase())[0]
-
-
-async def test_recovery_restores_every_group_state(tmp_path: Path):
-    await write_populated_journal(tmp_path)
-    state, corrupt = recover_state(STAGES, tmp_path, SnapshotBase())
-    assert not corrupt
-    assert list(state.groups) == ["ended", "whole", "scored", "leased", "fresh"]
-    assert state.version == 4
-    ended = state.groups["ended"]
-    assert ended.outcome == GroupOutcome("generate_died", "me died while holding the lease")
-    assert ended.failures["generate"] == 2
-    assert not ended.stage_columns
-    assert state.groups["whole"].ready_version == 4
-    assert [stage for stage in STAGES if state.groups["whole"].leases.get(stage)] == ["train"]
-    assert state.groups["scored"].stage_columns.keys() == {"generate", "reward"}
-    active = state.groups["leased"].leases["generate"]
-    held = (active.lease.holder, active.lease.attempt, active.request_id)
-    assert held == ("generator-0", 1, "generator-0/7")
-    assert not state.groups["fresh"].leases
-
-
-async def test_removed_groups_are_readable_after_a_restart(tmp_path: Path):
-    await write_populated_journal(tmp_path)
-    state = recover(tmp_path)
-    load_columns(state, join_pieces)
-    shard = make_shard(book=state, session="next")
-    for uid in ("trained", "whole"):
-        (blobs,) = await shard.read_columns([uid], ["token_ids", "scores"])
-        columns = {name: column for blob in blobs for name, column in decode_columns(blob).items()}
-        assert columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
-        assert columns["scores"].tolist() == [1.0, 1.0]
+    return recover_state(WITH_A_GREEDY_ONE, folder, SnapshotBase())[0]
 
 
 async def test_trained_group_is_readable_if_removed_after_the_restart(tmp_path: Path):
@@ -263,11 +233,11 @@ async def test_trained_group_is_readable_if_removed_after_the_restart(tmp_path: 
 async def test_truncated_snapshot_raises(tmp_path: Path):
     await write_populated_journal(tmp_path)
     end = list_segments(tmp_path)[-1] + 1
-    write_snapshot(STAGES, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
+    write_snapshot(WITH_A_GREEDY_ONE, tmp_path, SnapshotBase(), before=end, out=tmp_path / "out")
     file = get_segment_path(tmp_path / "out", 0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(JournalError, match="out: the snapshot is truncated"):
-        recover_state(STAGES, tmp_path, SnapshotBase(tmp_path / "out", end))
+        recover_state(WITH_A_GREEDY_ONE, tmp_path, SnapshotBase(tmp_path / "out", end))
 
 
 async def test_journal_without_its_first_segments_raises(tmp_path: Path):
@@ -279,7 +249,7 @@ async def test_journal_without_its_first_segments_raises(tmp_path: Path):
     await log.close()
     get_segment_path(tmp_path, 1).unlink()
     with pytest.raises(JournalError, match="segments 1 to 1 are missing"):
-        recover_state(STAGES, tmp_path, SnapshotBase())
+        recover_state(WITH_A_GREEDY_ONE, tmp_path, SnapshotBase())
 
 
 # Damaged journals
@@ -297,7 +267,7 @@ def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
     content = bytearray(path.read_bytes())
     content[position.offset + position.size - 1] ^= 0x01
     path.write_bytes(content)
-    _, (report,) = recover_state(STAGES, folder, SnapshotBase())
+    _, (report,) = recover_state(WITH_A_GREEDY_ONE, folder, SnapshotBase())
     assert report.position == position
     return report
 

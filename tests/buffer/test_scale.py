@@ -65,26 +65,24 @@ def make_assembler(ready: int, pending: int, **settings: Any) -> StepAssembler:
 
 
 @pytest.mark.parametrize("drops_stale", [False, True])
-def test_drawable_groups_are_counted_without_a_look_at_each(drops_stale: bool):
-    def count(number: int) -> int:
-        assembler = make_assembler(number, number, drops_stale=drops_stale)
-        with count_lines() as counted:
-            assert assembler.count_drawable(1) == number
-        assert len(assembler.find_drawable(1)) == number
-        return counted.lines
-
-    check_flat(count)
-
-
-@pytest.mark.parametrize("drops_stale", [False, True])
-def test_late_groups_are_found_without_a_look_at_each(drops_stale: bool):
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda assembler, number: assembler.count_drawable(1) == number,
+        lambda assembler, number: assembler.remove_late_groups(1) == [],
+    ],
+    ids=["drawable", "late"],
+)
+def test_drawable_and_late_groups_are_found_without_a_look_at_each(
+    look: Callable[[StepAssembler, int], bool], drops_stale: bool
+):
     def count(number: int) -> int:
         oversampling = OversamplingController(2.0, groups_per_step=number)
         assembler = make_assembler(
             number, number, drops_stale=drops_stale, oversampling=oversampling
         )
         with count_lines() as counted:
-            assert assembler.remove_late_groups(1) == []
+            assert look(assembler, number)
         return counted.lines
 
     check_flat(count)

@@ -10,7 +10,7 @@ import pytest
 from streamrl.buffer import DurableShard, QueueShard
 from streamrl.buffer.encoding import encode_columns
 from streamrl.errors import DeadlineError, RewardError, StreamError
-from streamrl.messages import FilteredGroup, GroupOutcome
+from streamrl.messages import GroupOutcome
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,
@@ -29,34 +29,23 @@ from tests.fake_shards import MemoryLog
 
 
 @on_shard()
-async def test_group_is_ready_once_required_columns_exist(shard: QueueShard):
+async def test_scorers_lease_a_group_in_parallel_once_required_columns_exist(shard: QueueShard):
     await admit(shard, "a", version=3)
     assert not await take(shard, "reward")
     (generating,) = await take(shard, "generate")
     assert generating.prompt is not None and generating.admitted_version == 3
     assert generating.prompt.uid == "a"
     assert await put(shard, (generating.lease, rollouts())) == []
-    (scoring,) = await take(shard, "reward", ("token_ids",))
-    assert scoring.columns["token_ids"].tolist() == [1, 2, 5, 6, 7] * 2
-    assert not await take(shard, "train")
-
-
-@on_shard()
-async def test_scorers_lease_the_same_group_in_parallel(shard: QueueShard):
-    await admit(shard, "a")
-    await do(shard, "generate")
-    (reward,) = await take(shard, "reward")
+    (reward,) = await take(shard, "reward", ("token_ids",))
+    assert reward.columns["token_ids"].tolist() == [1, 2, 5, 6, 7] * 2
     (reference,) = await take(shard, "reference")
     await put(shard, (reference.lease, REFERENCE))
     assert not await take(shard, "train")
     await put(shard, (reward.lease, SCORES))
     (training,) = await take(shard, "train")
     assert training.prompt is None, "the train stage gets no prompts"
-    assert training.info is not None
-    assert training.info.lengths == (5, 5)
+    assert training.info is not None and training.info.lengths == (5, 5)
     assert training.info.num_loss_tokens == 6
-    await shard.remove_groups(["a"], 1)
-    assert (await shard.get_stats()).uids == ()
 
 
 @on_shard()
@@ -165,21 +154,6 @@ async def test_attempts_count_per_stage(shard: QueueShard):
     await do(shard, "reward", "reference")
     (training,) = await take(shard, "train")
     assert training.outcome is None
-
-
-@on_shard()
-async def test_filtered_group_reaches_the_coordinator_with_its_reason(shard: QueueShard):
-    await admit(shard, "a")
-    await do(shard, "generate")
-    (reference,) = await take(shard, "reference")
-    (scoring,) = await take(shard, "reward")
-    await shard.filter_groups([(scoring.lease, FilteredGroup("all 2 rewards are 1"))])
-    await shard.filter_groups([(scoring.lease, FilteredGroup("again"))])
-    (filtered,) = await take(shard, "train")
-    assert filtered.outcome == GroupOutcome("filtered", "all 2 rewards are 1", filtered=True)
-    assert await put(shard, (reference.lease, REFERENCE)) == ["a"], (
-        "a commit for a filtered group is refused"
-    )
 
 
 # Statistics and reads

@@ -34,12 +34,23 @@ def train(ledger: Ledger, *groups: int) -> None:
         ledger.mark_trained(str(group))
 
 
-def test_new_version_brings_credits_for_one_step():
+@in_virtual_time
+async def test_announced_version_and_ended_group_bring_credits_and_wake_the_admission_loop():
     ledger, admission = make_full()
+    assert await admission.wait_for_credit(3.0) == 0
+    waiting = asyncio.create_task(admission.wait_for_credit(100.0))
+    await asyncio.sleep(5.0)
     train(ledger, *range(4))
     assert admission.num_credits == 0, "training alone refunds no credits"
     admission.advance_version(1)
-    assert admission.num_credits == 4
+    assert await waiting == 4
+    admit(ledger, *range(8, 12))
+    waiting = asyncio.create_task(admission.wait_for_credit(100.0))
+    await asyncio.sleep(5.0)
+    ledger.mark_filtered("9")
+    admission.refund_credit()
+    assert await waiting == 1
+    assert asyncio.get_running_loop().time() == 13.0
 
 
 def test_version_that_is_not_announced_brings_no_credits():
@@ -63,34 +74,6 @@ def make_full() -> tuple[Ledger, AdmissionController]:
     admission = make(ledger)
     admit(ledger, *range(8))
     return ledger, admission
-
-
-@in_virtual_time
-async def test_wait_for_credit_ends_with_an_announced_version():
-    ledger, admission = make_full()
-    waiting = asyncio.create_task(admission.wait_for_credit(100.0))
-    await asyncio.sleep(5.0)
-    assert not waiting.done()
-    train(ledger, *range(4))
-    admission.advance_version(1)
-    assert (await waiting) == 4
-
-
-@in_virtual_time
-async def test_wait_for_credit_times_out():
-    _, admission = make_full()
-    assert (await admission.wait_for_credit(3.0)) == 0
-
-
-@in_virtual_time
-async def test_refunded_credit_wakes_the_admission_loop():
-    ledger, admission = make_full()
-    waiting = asyncio.create_task(admission.wait_for_credit(100.0))
-    await asyncio.sleep(5.0)
-    ledger.mark_filtered("3")
-    admission.refund_credit()
-    assert await waiting == 1
-    assert asyncio.get_running_loop().time() == 5.0
 
 
 def test_groups_in_flight_never_exceed_capacity():

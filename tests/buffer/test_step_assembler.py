@@ -20,10 +20,18 @@ def group(uid: str, admitted: int, sampled: int | None = None) -> Experience:
 
 
 def make_assembler(
-    staleness: int, groups: int, *, drops_stale: bool = False, **admitted: int
+    staleness: int,
+    groups: int,
+    *,
+    drops_stale: bool = False,
+    oversample: float = 1.0,
+    **admitted: int,
 ) -> StepAssembler:
     step_assembler = StepAssembler(
-        max_staleness=staleness, groups_per_step=groups, drops_stale=drops_stale
+        max_staleness=staleness,
+        groups_per_step=groups,
+        drops_stale=drops_stale,
+        oversampling=OversamplingController(oversample, groups_per_step=groups),
     )
     for uid, version in admitted.items():
         step_assembler.admit_group(uid, version)
@@ -126,22 +134,9 @@ def test_drop_stale_drops_only_groups_beyond_the_bound():
 # Oversampling: more groups are admitted than a step has slots.
 
 
-def make_oversampling_assembler(
-    factor: float | None, staleness: int, groups: int, **admitted: int
-) -> StepAssembler:
-    step_assembler = StepAssembler(
-        max_staleness=staleness,
-        groups_per_step=groups,
-        oversampling=OversamplingController(factor, groups_per_step=groups),
-    )
-    for uid, version in admitted.items():
-        step_assembler.admit_group(uid, version)
-    return step_assembler
-
-
 def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_slot():
     # The estimated keep rate is 1/3.
-    steps = make_oversampling_assembler(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
+    steps = make_assembler(1, 2, oversample=3.0, a=0, b=0, c=0, d=1, e=1)
     steps.offer_groups([group("d", 1), group("e", 1)])
     assert uids(steps.draw_groups(1)) == ["d"], "a, b and c reserve one slot"
     steps.drop_group("a")
@@ -153,7 +148,7 @@ def test_undecided_group_reserves_a_fraction_and_kept_group_a_whole_slot():
 
 
 def test_full_step_makes_due_groups_late_except_those_that_fill_it():
-    steps = make_oversampling_assembler(4.0, 0, 1, a=0, b=0, c=0, d=1)
+    steps = make_assembler(0, 1, oversample=4.0, a=0, b=0, c=0, d=1)
     steps.offer_groups([group("a", 0), group("b", 0)])
     assert steps.remove_late_groups(0) == []
     assert steps.remove_late_groups(0, is_full=True, absent=["d"]) == ["b", "c"]
@@ -161,7 +156,7 @@ def test_full_step_makes_due_groups_late_except_those_that_fill_it():
 
 
 def test_groups_past_their_deadline_are_late_whether_ready_or_pending():
-    steps = make_oversampling_assembler(4.0, 1, 1, a=0, b=0, c=0, d=0, e=1)
+    steps = make_assembler(1, 1, oversample=4.0, a=0, b=0, c=0, d=0, e=1)
     steps.offer_groups([group("a", 0), group("b", 0), group("c", 0, sampled=1)])
     assert steps.remove_late_groups(1) == []
     assert uids(steps.draw_groups(1)) == ["a"]

@@ -12,21 +12,6 @@ from tests.virtual_time import in_virtual_time
 
 
 @in_virtual_time
-async def test_holders_take_turns_without_overlap():
-    arbiter, log = DeviceArbiter(timeout_s=100.0), list[str]()
-
-    async def work(holder: str) -> None:
-        lease = SharedDeviceLease(arbiter, holder)
-        async with lease.hold("stage"):
-            log.append(f"{holder} in")
-            await asyncio.sleep(1.0)
-            log.append(f"{holder} out")
-
-    await asyncio.gather(work("a"), work("b"), work("c"))
-    assert log == ["a in", "a out", "b in", "b out", "c in", "c out"]
-
-
-@in_virtual_time
 async def test_pool_is_held_until_the_last_work_ends():
     arbiter = DeviceArbiter(timeout_s=100.0)
     generator_lease = SharedDeviceLease(arbiter, "generator-0")

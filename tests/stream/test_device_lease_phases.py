@@ -6,23 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.errors import DeadlineError
+from streamrl.errors import DeadlineError, GenerationError
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 from tests.virtual_time import in_virtual_time
 
 
 class Decoding:
-    """Suspendable rollouts; `computing` counts the running ones."""
+    """Suspendable rollouts; `computing` counts the running ones. `fails` names what fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fails: str = "") -> None:
+        self._fails = fails
         self._is_resumed = asyncio.Event()
         self._is_resumed.set()
         self.computing = 0
 
     async def suspend(self) -> None:
         self._is_resumed.clear()
+        if self._fails == "suspend":
+            raise GenerationError("suspend failed")
 
     async def resume(self) -> None:
+        if self._fails == "resume":
+            raise GenerationError("resume failed")
         self._is_resumed.set()
 
     async def work(self, seconds: float) -> None:
@@ -94,6 +99,20 @@ async def test_preempted_rollouts_resume_however_late():
 async def _hold_for(lease: SharedDeviceLease, seconds: float) -> None:
     async with lease.hold("stage"):
         await asyncio.sleep(seconds)
+
+
+@pytest.mark.parametrize("fails", ["suspend", "resume"])
+@in_virtual_time
+async def test_failed_suspend_or_resume_raises_and_releases_the_pool(fails: str):
+    arbiter = DeviceArbiter(timeout_s=20.0, slice_s=0.0)
+    generator = SharedDeviceLease(arbiter, "generator-0", suspendable=Decoding(fails=fails))
+    sampling = asyncio.create_task(_hold_for(generator, 5.0))
+    await asyncio.sleep(1.0)
+    trainer = SharedDeviceLease(arbiter, "trainer")
+    await _hold_for(trainer, 1.0)
+    with pytest.raises(GenerationError, match=f"{fails} failed"):
+        await sampling
+    await _hold_for(trainer, 1.0)
 
 
 PIECES = st.lists(

@@ -49,12 +49,6 @@ def test_groups_filtered_during_training_are_logged_at_once():
     assert max(delays) < 0.1
 
 
-def test_filter_limit_during_training_ends_the_run():
-    plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
-    with pytest.raises(FilterLimitError, match="step 1 has filtered"):
-        run_virtual(run_stream(plan))
-
-
 def test_filter_limit_is_raised_even_if_the_run_is_stopped():
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
 

@@ -22,7 +22,7 @@ from streamrl.buffer import (
 from streamrl.buffer.journal import JournalRecord
 from streamrl.buffer.staleness_credits import OversamplingController, compute_credit_limit
 from streamrl.dataflow import POLICY
-from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError
+from streamrl.errors import DropLimitError, StaleGroupError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts
 from streamrl.planner.simulator.virtual_loop import run_virtual
@@ -132,12 +132,6 @@ def test_ended_group_is_logged_reported_and_removed():
     assert (counts.filtered, counts.dropped, counts.in_flight) == (1, 1, 6)
     assert set(run_state.assembler.pending_uids) == set(run_state.admission.ledger.in_flight)
     assert run_state.inserted_uids == set(run_state.admission.ledger.in_flight)
-
-
-def test_failed_group_is_readmitted_with_readmit():
-    run_state, fake_queue = run_with_outcomes({"0:1:0": FAILED}, should_readmit_failed=True)
-    assert fake_queue.inserted[6:] == [("0:1:1", 0)]
-    assert run_state.admission.num_credits == 0
 
 
 def test_stale_group_is_always_readmitted():
@@ -348,23 +342,7 @@ async def test_late_group_is_an_error_without_oversampling():
 # Filter limit
 
 
-def test_step_that_filters_too_much_raises_with_reasons():
-    message = r"^step 1 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
-    with pytest.raises(FilterLimitError, match=message):
-        run_with_outcomes(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
-
-
 # Drop limit
-
-
-def test_step_that_drops_too_much_raises_with_the_main_cause():
-    message = (
-        r"^step 0 has dropped 3 groups, more than 2, 2 of them as"
-        r" reward_error; the last: no result in 30 s$"
-    )
-    late = GroupOutcome("reward_timeout", "no result in 30 s")
-    with pytest.raises(DropLimitError, match=message):
-        run_with_outcomes(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
 
 
 @in_virtual_time
