@@ -14,21 +14,11 @@ for engine in ("deepspeed", "vllm"):
     # TRL would import them, which takes longer than the comparison.
     sys.modules[engine] = None  # type: ignore[assignment]  # None blocks an import
 
-from tests.parity import (  # noqa: E402
-    trl_cases,
-    verl_advantages,
-    verl_correction,
-    verl_losses,
-    verl_recipes,
-    verl_rewards,
-    verl_shaping,
-)
-from tests.parity.answer_case import score_all  # noqa: E402
-from tests.parity.case import Difference, ParityCase, measure  # noqa: E402
+from tests.parity import trl_cases, verl_advantages, verl_losses, verl_rewards  # noqa: E402
+from tests.parity.case import Difference, ParityCase, measure, score_all  # noqa: E402
 
-VERL = (verl_advantages, verl_losses, verl_shaping, verl_correction, verl_recipes)
 CASES = [
-    *(("verl", case) for module in VERL for case in module.CASES),
+    *(("verl", case) for case in (*verl_advantages.CASES, *verl_losses.CASES)),
     *(("trl", case) for case in trl_cases.CASES),
 ]
 FUNCTION_WIDTH = max(len(case.function) for _, case in CASES)

@@ -1,14 +1,30 @@
-"""Compare our advantages with those of verl."""
+"""Compare our rewards, divergences and advantages with verl's, and whole steps of algorithms.
 
+The settings of a step are those of a row in docs/algorithms.md.
+"""
+
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
+import yaml
 from torch import Tensor
+from verl import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.utils import torch_functional
+from verl.workers.config import ActorConfig
+from verl.workers.reward_manager.dapo import DAPORewardManager
 
-from streamrl.algorithms.math import advantages
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.algorithms.config import KL_KINDS, CorrectionConfig
+from streamrl.algorithms.math import advantages, tokens
+from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from tests.parity.case import PAIRS_UP, RAGGED, Batch, ParityCase
 
 GAMMA, LAM = 0.97, 0.9
@@ -132,6 +148,149 @@ def by_group(
     )
 
 
+BUFFER, FACTOR = 9, 0.7
+
+
+def divergence(kind: str) -> ParityCase:
+    """Make a case of a KL estimate near the reference; far away verl caps k3 at 10."""
+    return ParityCase(
+        f"tokens.kl_estimate, {kind}",
+        "kl_penalty",
+        lambda b: tokens.kl_estimate(b.logprobs, b.ref_logprobs, kind),
+        lambda b: core_algos.kl_penalty(b.logprobs, b.ref_logprobs, kind),
+        wrt="logprobs",
+    )
+
+
+def verl_kl_coefs(batch: Batch) -> Tensor:
+    """Return the coefficient of verl's controller after one step, per divergence."""
+    controllers = [core_algos.AdaptiveKLController(0.1, 0.5, 10_000) for _ in batch.scores]
+    for controller, divergence in zip(controllers, batch.scores.tolist(), strict=True):
+        controller.update(divergence, 1600)
+    return torch.tensor([controller.value for controller in controllers], dtype=torch.float64)
+
+
+def our_kl_coefs(batch: Batch) -> Tensor:
+    adapt = partial(tokens.adapt_kl_coef, target=0.5, num_rollouts=1600)
+    coefs = [adapt(0.1, divergence) for divergence in batch.scores.tolist()]
+    return torch.tensor(coefs, dtype=torch.float64)
+
+
+def verl_overlong(batch: Batch) -> Tensor:
+    """Return the scores of verl's reward manager for a reward of 0 and the rows' lengths."""
+    rows, width = batch.mask.shape
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "", eos_token=".")
+    settings = SimpleNamespace(enable=True, len=BUFFER, penalty_factor=FACTOR, log=False)
+    manager = DAPORewardManager(
+        tokenizer, 0, lambda **row: 0.0, max_resp_len=width, overlong_buffer_cfg=settings
+    )
+    ids = torch.ones(rows, width + 1, dtype=torch.long)
+    lengths = batch.loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    data = DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :1],
+            "responses": ids[:, 1:],
+            "attention_mask": (torch.arange(width + 1) <= lengths).long(),
+        },
+        non_tensors={
+            "reward_model": np.array([{"ground_truth": ""}] * rows, dtype=object),
+            "data_source": np.array(["parity"] * rows, dtype=object),
+        },
+    )
+    return manager(data).sum(-1)
+
+
+def our_overlong(batch: Batch) -> Tensor:
+    lengths = batch.loss_mask.sum(-1).clamp(min=1)
+    width = batch.loss_mask.shape[1]
+    return advantages.soft_overlong_penalty(lengths, max_length=width, buffer=BUFFER, factor=FACTOR)
+
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+MAX_LENGTH = 64
+THREE = "generator's logprobs, the trainer's old and its new ones all differ"
+ACTOR = ActorConfig(
+    strategy="fsdp",
+    rollout_n=1,
+    ppo_micro_batch_size_per_gpu=1,
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.2,
+)
+
+
+def documented(variant: str) -> AlgorithmConfig:
+    """Parse a variant's settings from docs/algorithms.md, without the group size."""
+    (cell,) = re.findall(rf"^\| {re.escape(variant)} \| (.*) \|$", DOCS.read_text(), re.MULTILINE)
+    settings = yaml.safe_load("{" + ", ".join(re.findall(r"`([^`]*)`", cell)) + "}")
+    settings.pop("critic", None)
+    settings.pop("group_size", None)
+    correction = CorrectionConfig(**settings.pop("correction", {}))
+    return AlgorithmConfig(**settings, correction=correction)
+
+
+def step_loss(variant: str) -> Callable[[Batch], Tensor]:
+    """Return our loss of a step, computed from its columns."""
+    config = documented(variant)
+    settings = config.to_settings(max_length=MAX_LENGTH, reward_weights={})
+
+    def ours(batch: Batch) -> Tensor:
+        columns = {
+            "loss_mask": batch.loss_mask,
+            "lengths": batch.loss_mask.sum(-1),
+            "finish_reason": torch.zeros(len(batch.loss_mask)),
+            "scores": batch.scores,
+            "baseline_scores": batch.baseline_scores,
+            "values": batch.values,
+            "generator_logprobs": batch.ref_logprobs,
+        }
+        columns |= derive_group_columns(config.spec, settings, columns, batch.group_ids)
+        columns["proximal_logprobs"] = batch.old_logprobs
+        entropy = torch.zeros_like(batch.logprobs)
+        loss, sums = policy_loss(
+            config.spec, settings, columns, logprobs=batch.logprobs, entropy=entropy
+        )
+        return loss / settings.compute_loss_denominator(
+            {name: float(x) for name, x in sums.items()}
+        )
+
+    return ours
+
+
+def vanilla(advantages: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    """Return the loss of a step under verl's defaults."""
+
+    def theirs(batch: Batch) -> Tensor:
+        loss, _ = core_algos.compute_policy_loss_vanilla(
+            old_log_prob=batch.old_logprobs,
+            log_prob=batch.logprobs,
+            advantages=advantages(batch).detach(),
+            response_mask=batch.mask,
+            loss_agg_mode="token-mean",
+            config=ACTOR,
+        )
+        return loss
+
+    return theirs
+
+
+def _grpo(batch: Batch) -> Tensor:
+    rewards, groups = outcome_rewards(batch), batch.group_ids.numpy()
+    return core_algos.compute_grpo_outcome_advantage(rewards, batch.mask, groups)[0]
+
+
+def _ppo(batch: Batch) -> Tensor:
+    rewards, values, mask = outcome_rewards(batch), batch.values, batch.mask
+    return core_algos.compute_gae_advantage_return(rewards, values, mask, 1.0, 1.0)[0]
+
+
+def _remax(batch: Batch) -> Tensor:
+    rewards, baselines = outcome_rewards(batch), batch.baseline_scores
+    return core_algos.compute_remax_outcome_advantage(rewards, baselines, batch.mask)[0]
+
+
+recipe = partial(ParityCase, wrt="logprobs", note=THREE)
+
+
 CASES = [
     ParityCase(
         "advantages.generalized_advantages, whitened",
@@ -249,4 +408,29 @@ CASES = [
         our_baseline,
         estimator("reinforce_plus_plus_baseline"),
     ),
+    *(divergence(kind) for kind in KL_KINDS),
+    ParityCase(
+        "shaping.token_rewards",
+        "compute_rewards",
+        lambda b: advantages.make_token_rewards(
+            b.scores, b.loss_mask, 0.1 * (b.values - b.returns)
+        ),
+        lambda b: core_algos.compute_rewards(outcome_rewards(b), b.values, b.returns, 0.1) * b.mask,
+    ),
+    ParityCase(
+        "shaping.soft_overlong",
+        "DAPORewardManager",
+        our_overlong,
+        verl_overlong,
+        dtype=torch.float32,
+        note="up to max_length; beyond it verl's goes on falling",
+    ),
+    ParityCase("kl.adapt_coefficient", "AdaptiveKLController", our_kl_coefs, verl_kl_coefs),
+    replace(
+        recipe("a step of GRPO", "defaults", step_loss("verl's GRPO"), vanilla(_grpo)),
+        wider_bound=1e-7,
+        note="verl's score of a group of one is over 1 + 1e-6",
+    ),
+    recipe("a step of PPO", "defaults", step_loss("verl's PPO"), vanilla(_ppo)),
+    recipe("a step of ReMax", "defaults", step_loss("verl's ReMax"), vanilla(_remax)),
 ]

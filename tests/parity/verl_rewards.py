@@ -5,7 +5,7 @@ from typing import Any
 
 from verl.utils.reward_score import gsm8k, math_dapo, math_reward
 
-from tests.parity.answer_case import Answer, AnswerCase, OnPurpose
+from tests.parity.case import Answer, AnswerCase, OnPurpose
 from tests.rewards.kinds.answers import ANSWERS, RULES
 
 TABLE = [(completion, truth) for completion, truth, _ in ANSWERS]
