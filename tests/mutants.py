@@ -239,7 +239,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "actors/launch/driver.py",
         "self._clock() + left_s + STOP_TIMEOUT_S",
         "self._clock() + STOP_TIMEOUT_S",
-        "tests/actors/launch/test_stop_deadline.py",
+        "tests/actors/launch/test_driver.py -k stop",
     ),
     Mutant(
         "actors/launch/elastic.py",

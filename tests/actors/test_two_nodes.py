@@ -21,7 +21,6 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from streamrl.actors.launch import placement_groups
 from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.fork_server import TOKEN_AUTH_ENV
 from streamrl.actors.launch.local_ray import TOKEN_VARIABLE, override_ray_environment
@@ -44,7 +43,6 @@ from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.interface.config import RewardConfig
@@ -181,7 +179,6 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 CONNECT = """
 import os, sys
 from streamrl.actors.launch.ray_cluster import connect_cluster
-from streamrl.errors import ConfigError
 from streamrl.placement.config import PlacementConfig
 try:
     with connect_cluster(PlacementConfig(address=sys.argv[1])) as cluster:
@@ -294,25 +291,6 @@ def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nod
     finally:
         registry.close()
         release_placement_groups(reserved)
-
-
-def test_placement_is_all_or_nothing_if_a_model_has_no_room_on_the_node(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-):
-    _, second_node = nodes.ids
-    monkeypatch.setattr(placement_groups, "CAPACITY_WAIT_S", 2.0)
-    wait_until_free()
-    # Three slots are free; the policy's ranks take two.
-    reserved = reserve_bundles([{"CPU": 5.0}], node=second_node, timeout_s=60.0)
-    registry = make_registry(ranks=2)
-    lacking = f"no room for 2 slots of 1 CPU each on the node {second_node} in 2 s"
-    words = f"^critic.trainer.world_size=2: {lacking}"
-    with pytest.raises(ConfigError, match=words + r"; free in all: \S+ of 16 CPU$"):
-        registry.create_roles(second_node, print)
-    registry.close()
-    release_placement_groups(reserved)
-    assert not registry.actors
-    release_placement_groups(reserve_bundles([{"CPU": 8.0}], node=second_node, timeout_s=60.0))
 
 
 def node_of_again(actor: Any) -> str:

@@ -1,4 +1,4 @@
-"""Which failures of an actor's loops restart it, and which end the run."""
+"""Which failures of an actor's loops restart it or end the run; how long a stop may take."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.actors.launch import driver
 from streamrl.actors.launch.actor_registry import ActorRestarts
-from streamrl.actors.launch.driver import RunSession
+from streamrl.actors.launch.driver import STOP_TIMEOUT_S, RunSession, StopDeadline
 from streamrl.actors.launch.elastic import PendingStarts
 from streamrl.errors import (
     ActorLostError,
@@ -16,6 +16,8 @@ from streamrl.errors import (
     StreamError,
     WeightsError,
 )
+from streamrl.telemetry.progress import WorkStatus
+from tests.virtual_time import ManualClock
 
 
 class FakeSession(RunSession):
@@ -68,3 +70,53 @@ def test_another_error_or_an_actor_without_restarts_ends_the_run():
     with pytest.raises(GenerationError):
         session._replace_actor("policy-0", None, GenerationError("hung"), print)
     assert not session.restarted
+
+
+SAVE_S = 1800.0
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+def assert_ends(deadline: StopDeadline, clock: ManualClock, after_s: float, *, work: str = ""):
+    clock.now += after_s - 0.1
+    deadline.check()
+    clock.now += 0.2
+    with pytest.raises(DeadlineError, match=f"did not stop within {STOP_TIMEOUT_S:g} s{work}"):
+        deadline.check()
+
+
+def make_save(elapsed_s: float) -> WorkStatus:
+    return WorkStatus("writing checkpoint 3", elapsed_s=elapsed_s, timeout_s=SAVE_S)
+
+
+def test_only_a_stopping_run_has_a_deadline_which_other_work_does_not_extend(clock: ManualClock):
+    deadline = StopDeadline(clock=clock)
+    deadline.note_status(make_save(0.0))
+    clock.now += 1e6
+    deadline.check()
+    deadline.start()
+    clock.now += 5.0
+    deadline.note_status(WorkStatus("evaluating version 3", 64, "prompts"))
+    assert_ends(deadline, clock, STOP_TIMEOUT_S - 5.0)
+
+
+def test_a_stop_waits_for_the_checkpoint_and_then_as_long_as_before(clock: ManualClock):
+    deadline = StopDeadline(clock=clock)
+    deadline.start()
+    for elapsed_s in (2.0, 1000.0, 1700.0):
+        deadline.note_status(make_save(elapsed_s))
+        clock.now += SAVE_S - elapsed_s
+        deadline.check()
+    deadline.note_status(WorkStatus(""))
+    assert_ends(deadline, clock, STOP_TIMEOUT_S)
+
+
+def test_a_checkpoint_that_is_never_done_ends_a_stop(clock: ManualClock):
+    deadline = StopDeadline(clock=clock)
+    deadline.start()
+    deadline.note_status(make_save(SAVE_S - 10.0))
+    work = f" after {SAVE_S:g} s of writing checkpoint 3"
+    assert_ends(deadline, clock, 10.0 + STOP_TIMEOUT_S, work=work)

@@ -158,6 +158,9 @@ def test_joining_replicas_are_placed_started_and_serve(tmp_path: Path):
     joined = [f"generator-{i} joined, serving version 17" for i in (2, 3)]
     assert run.line == f"done: generators: 2 -> 4 ({'; '.join(joined)})"
     assert run.events == [("joined", "generator-2"), ("joined", "generator-3")]
+    # From now on, a failure concerns the run.
+    assert not run.scaling.reject_if_joining("generator-2", "it died")
+    assert not run.registry.removed
 
 
 def test_replicas_with_the_highest_numbers_leave_and_their_loops_may_end(tmp_path: Path):
@@ -228,15 +231,6 @@ def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(
     assert run.registry.roles["generator"].names == ["generator-0"]
     assert set(run.loops.values()) == {"generator-0", "reward-0"}
     assert run.events == []
-
-
-def test_a_replica_that_has_served_is_not_rejected(tmp_path: Path):
-    run = Run(1, tmp_path)
-    run.ask(generator=2)
-    run.reply("placed generator-1", "started generator-1", "serving generator-1")
-    assert not run.scaling.reject_if_joining("generator-1", "it died")
-    assert not run.scaling.reject_if_joining("generator-0", "it died")
-    assert run.registry.removed == []
 
 
 def test_changes_run_one_at_a_time(tmp_path: Path):

@@ -112,10 +112,11 @@ def worker(tmp_path: Path) -> str:
     return str(path)
 
 
-def ray_arguments(worker: str, *words: str, env: dict[str, str] | None = None, **context):
+def fork(worker: str, *words: str, env: dict[str, str] | None = None, **context) -> bool:
+    """Request a fork as Ray would; return whether there is one."""
     serialized = json.dumps({"env_vars": env or {}, **context})
     options = ["--language=PYTHON", f"--serialized-runtime-env-context={serialized}"]
-    return [worker, *options, *words]
+    return fork_worker([worker, *options, *words])
 
 
 def read_worker_state(path: Path) -> dict:
@@ -132,7 +133,7 @@ def test_a_forked_worker_has_its_launchers_arguments_environment_and_directory(
 ):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "state.json"
-    assert fork_worker(ray_arguments(worker, str(out), env={"Y": "why"}))
+    assert fork(worker, str(out), env={"Y": "why"})
     state = read_worker_state(out)
     assert state["argv"] == [str(out)], "options of Ray's setup script are removed"
     assert state["cwd"] == str(tmp_path)
@@ -153,7 +154,7 @@ def test_a_worker_is_forked_from_its_level_with_its_own_random_state(
     for i, level in enumerate(["base", "second", "second"]):
         out = tmp_path / f"{i}.json"
         env = {LEVEL_VARIABLE: level, "X": "1"}
-        assert fork_worker(ray_arguments(worker, str(out), env=env))
+        assert fork(worker, str(out), env=env)
         state = read_worker_state(out)
         assert state["has_module"] == (level == "second")
         draws.append(state["draw"])
@@ -176,7 +177,7 @@ LEFT_TO_RAY: dict[str, tuple[dict[str, str], dict]] = {
 def test_a_worker_with_other_requirements_is_left_to_ray(
     command, worker: str, tmp_path: Path, env: dict[str, str], context: dict
 ):
-    assert not fork_worker(ray_arguments(worker, str(tmp_path / "x"), env=env, **context))
+    assert not fork(worker, str(tmp_path / "x"), env=env, **context)
     assert not (tmp_path / "x").exists()
 
 
@@ -197,7 +198,7 @@ def test_a_level_refuses_other_users(
         assert is_same_user(server_end)
         patch.setattr(os, "getuid", lambda: 12345)
         assert not is_same_user(server_end)
-        assert not fork_worker(ray_arguments(worker, str(out)))
+        assert not fork(worker, str(out))
     if os.geteuid() == 0:
         done = subprocess.run(
             ["/usr/bin/python3", "-c", STRANGER, make_socket_address(sockets, "base")[1:]],
@@ -210,7 +211,7 @@ def test_a_level_refuses_other_users(
         )
         assert done.stdout == "hung up\n"
     assert not out.exists()
-    assert fork_worker(ray_arguments(worker, str(out))), "the level still serves its user"
+    assert fork(worker, str(out)), "the level still serves its user"
 
 
 NOBODY = 65534
@@ -241,7 +242,7 @@ def test_a_launcher_sends_no_request_to_another_users_socket(
         squatter.bind(make_socket_address(name, "base"))
         squatter.listen()
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-        assert not fork_worker(ray_arguments(worker))
+        assert not fork(worker)
         connection, _ = squatter.accept()
         with connection:
             assert connection.recv(1) == b""
@@ -251,9 +252,9 @@ def test_without_a_fork_server_a_worker_is_left_to_ray(
     worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv(SOCKETS_VARIABLE, raising=False)
-    assert not fork_worker(ray_arguments(worker))
+    assert not fork(worker)
     monkeypatch.setenv(SOCKETS_VARIABLE, str(tmp_path / "gone"))
-    assert not fork_worker(ray_arguments(worker))
+    assert not fork(worker)
 
 
 @pytest.mark.parametrize("sent_signal", [signal.SIGKILL, signal.SIGTERM])
@@ -263,7 +264,7 @@ def test_levels_and_workers_die_with_the_command(
     out = tmp_path / "state.json"
     with start_command() as (command, sockets):
         monkeypatch.setenv(SOCKETS_VARIABLE, sockets)
-        assert fork_worker(ray_arguments(worker, str(out), "stay"))
+        assert fork(worker, str(out), "stay")
         state = read_worker_state(out)
         started = psutil.Process(command.pid).children(recursive=True)
         assert {state["pid"], state["parent"]} <= {process.pid for process in started}
@@ -281,20 +282,6 @@ def run_command(code: str, **variables: str) -> list[str]:
     return subprocess.check_output(
         words, env={**env, **variables}, text=True, timeout=120
     ).splitlines()
-
-
-def test_levels_start_after_threads_and_imports_in_the_command(
-    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    before = (
-        "import ray, threading, time; ray.remote(int)\n"
-        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
-    )
-    with start_command(before + COMMAND) as (_, sockets):
-        monkeypatch.setenv(SOCKETS_VARIABLE, sockets)
-        out = tmp_path / "state.json"
-        assert fork_worker(ray_arguments(worker, str(out)))
-        assert read_worker_state(out)["parent"]
 
 
 def test_a_failed_start_of_the_levels_is_a_note(monkeypatch: pytest.MonkeyPatch):

@@ -73,9 +73,6 @@ def test_the_directory_is_in_tmp_if_socket_paths_would_be_too_long(monkeypatch: 
     folder = _make_private_folder()
     assert folder.parent == Path("/tmp")
     assert len(f"{folder}{LONGEST_SOCKET_SUFFIX}") <= MAX_SOCKET_PATH_BYTES
-
-
-def test_a_directory_that_cannot_be_created_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_TMPDIR", "/nowhere")
     with pytest.raises(ActorError, match=r"^Ray did not start: /nowhere/streamrl-\d+: No such"):
         _make_private_folder()

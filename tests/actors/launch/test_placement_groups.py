@@ -42,6 +42,11 @@ class SlotReporter:
         return dict(ray.get_runtime_context().get_assigned_resources())
 
 
+def indices_of(options: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the bundles of the placement group that the options name."""
+    return [words["scheduling_strategy"].placement_group_bundle_index for words in options]
+
+
 def test_actors_get_their_share_of_a_slot_and_slots_are_released():
     messages: list[str] = []
     slots = reserve_shared_slots(
@@ -49,11 +54,7 @@ def test_actors_get_their_share_of_a_slot_and_slots_are_released():
     )
     # Policy and generator share a process; each slot has one more process.
     options = [slots.options[role][0] for role in ("policy", "reference", "reward")]
-    indices = [
-        actor_options["scheduling_strategy"].placement_group_bundle_index
-        for actor_options in options
-    ]
-    assert indices == [0, 0, 1]
+    assert indices_of(options) == [0, 0, 1]
     assert shares(options) == [{"CPU": 0.5}] * 3
     messages.clear()
     with pytest.raises(ConfigError, match=r"no room for 2 slots of 1 CPU each in 2 s; free:"):
@@ -131,11 +132,7 @@ def test_ranks_of_a_model_have_dedicated_slots_which_are_released():
     slots = reserve_rank_slots(demands, node=node_id, waiting=messages.append)
     assert [*slots.options] == ["policy"]
     options = slots.options["policy"]
-    indices = [
-        actor_options["scheduling_strategy"].placement_group_bundle_index
-        for actor_options in options
-    ]
-    assert indices == [0, 1, 2]
+    assert indices_of(options) == [0, 1, 2]
     assert shares(options) == [{"CPU": 1.0}] * 3
     slots.close()
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
@@ -145,10 +142,12 @@ def test_a_model_without_room_is_named_and_all_slots_are_released(monkeypatch: p
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
     monkeypatch.setattr(placement_groups, "CAPACITY_WAIT_S", 2.0)
     messages: list[str] = []
-    words = r"^trainer.world_size=2: no room for 2 slots of 1 CPU each in 2 s; free: \S+ of 5 CPU"
+    node_id = ray.get_runtime_context().get_node_id()
+    room = f"no room for 2 slots of 1 CPU each on the node {node_id} in 2 s"
+    words = rf"^trainer.world_size=2: {room}; free in all: \S+ of 5 CPU$"
     with pytest.raises(ConfigError, match=words):
         demands = {"critic": ranks(2, role="critic"), "policy": ranks(2)}
-        reserve_rank_slots(demands, node="", waiting=messages.append)
+        reserve_rank_slots(demands, node=node_id, waiting=messages.append)
     assert "trainer: waiting for room for 2 slots" in messages
     remove_placement_group(reserve_bundles([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
