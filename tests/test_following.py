@@ -60,47 +60,45 @@ class Engine:
 
 
 class Channel:
-    """Channel on a local registry; the first `faults[version]` fetches of a version fail."""
+    """Channel on a local registry, whose faults are recorded with their times.
 
-    def __init__(self, registry: WeightRegistry, faults: Mapping[int, int] | None = None) -> None:
-        self.registry = registry
+    faults: number of the first fetches of a version that fail, by version.
+    overwritten: newest version that the source has overwritten.
+    is_stored: false if the source sent its versions to other followers only.
+    """
+
+    def __init__(self, faults: Mapping[int, int] | None = None) -> None:
+        self.reported: list[tuple[float, str, str, WeightFault]] = []
+        self.registry = WeightRegistry(keep_versions=2, on_fault=self._note_fault)
         self.faults = dict(faults or {})
+        self.overwritten, self.is_stored = -1, True
         self.tries: list[tuple[float, int]] = []
+
+    def _note_fault(self, kind: str, reader: str, fault: WeightFault) -> None:
+        self.reported.append((asyncio.get_running_loop().time(), kind, reader, fault))
 
     async def wait_for_newer(self, held: FollowerState, *, wait_s: float) -> WeightManifest | None:
         return await self.registry.wait_for_newer("generator-0", held, wait_s=wait_s)
 
     async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
-        self.tries.append((asyncio.get_running_loop().time(), manifest.version))
-        if self.faults.get(manifest.version, 0):
-            self.faults[manifest.version] -= 1
-            raise WeightsError(f"version {manifest.version}: checksum is wrong")
+        version = manifest.version
+        self.tries.append((asyncio.get_running_loop().time(), version))
+        if not self.is_stored:
+            raise VersionNotStoredError(f"version {version} went to its readers only")
+        if version <= self.overwritten:
+            raise VersionSupersededError(f"version {version} is gone")
+        if self.faults.get(version, 0):
+            self.faults[version] -= 1
+            raise WeightsError(f"version {version}: checksum is wrong")
         return FetchedWeights({}, num_bytes=1000)
 
 
-class Unstored(Channel):
-    """Channel whose source sent a version to other followers only, until `is_stored`."""
+class Follower:
+    """Engine and served version of a follower, and the loop that it runs."""
 
-    is_stored = False
-
-    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
-        if not self.is_stored:
-            raise VersionNotStoredError(f"version {manifest.version} went to its readers only")
-        return await super().fetch_weights(manifest)
-
-
-class Resident(Channel):
-    """Channel whose source overwrites versions up to `overwritten`."""
-
-    def __init__(self, registry: WeightRegistry) -> None:
-        super().__init__(registry)
-        self.overwritten = -1
-
-    async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
-        if manifest.version <= self.overwritten:
-            self.tries.append((asyncio.get_running_loop().time(), manifest.version))
-            raise VersionSupersededError(f"version {manifest.version} is gone")
-        return await super().fetch_weights(manifest)
+    def __init__(self, channel: Channel, logprob: float = -1.0) -> None:
+        self.engine, self.served = Engine(logprob), ServedVersion("generator-0")
+        self.loop = follow_weights(stage(), self.engine, channel, self.served)
 
 
 def stage() -> StageContext:
@@ -114,44 +112,40 @@ def manifest(version: int, probe: LogprobCheck | None = None) -> WeightManifest:
 
 @in_virtual_time
 async def test_unverifiable_version_is_not_loaded_and_retried():
-    faults: list[tuple[str, str, WeightFault]] = []
-    registry = WeightRegistry(
-        keep_versions=2, on_fault=lambda *fault_args: faults.append(fault_args)
-    )
-    engine, served = Engine(), ServedVersion("generator-0")
-    channel = Channel(registry, {1: 3})
-    following = asyncio.create_task(follow_weights(stage(), engine, channel, served))
-    registry.add_manifest(manifest(0))
-    await served.wait_for_version(0)
-    registry.add_manifest(manifest(1))
+    channel = Channel({1: 3})
+    follower = Follower(channel)
+    following = asyncio.create_task(follower.loop)
+    channel.registry.add_manifest(manifest(0))
+    await follower.served.wait_for_version(0)
+    channel.registry.add_manifest(manifest(1))
     await asyncio.sleep(0.35)
-    assert engine.served == [0], "the old version is still served"
-    await served.wait_for_version(1)
-    assert engine.served == [0, 1]
+    assert follower.engine.served == [0], "the old version is still served"
+    await follower.served.wait_for_version(1)
+    assert follower.engine.served == [0, 1]
     await asyncio.sleep(2.0)
     following.cancel()
     fault = WeightFault(1, "version 1: checksum is wrong")
-    assert faults == [(LOAD_REFUSED, "generator-0", fault)] * 3
+    assert [facts for _, *facts in channel.reported] == [[LOAD_REFUSED, "generator-0", fault]] * 3
     times = [at for at, version in channel.tries if version == 1]
     pauses = [round(b - a, 3) for a, b in itertools.pairwise(times)]
     assert pauses == sorted(pauses) and pauses[0] > 0, "the retry delay grows"
-    assert registry.drain_stats().num_faults == 3
+    assert channel.registry.drain_stats().num_faults == 3
 
 
 @pytest.mark.parametrize(("later_s", "max_pulls"), [(0.03, 3), (60.0, 250)])
 @in_virtual_time
 async def test_superseded_version_is_skipped_for_the_next(later_s: float, max_pulls: int):
-    registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
-    engine, served, channel = Engine(), ServedVersion("generator-0"), Resident(registry)
+    channel, clock = Channel(), asyncio.get_running_loop()
     channel.overwritten = 0
-    following = asyncio.create_task(follow_weights(stage(), engine, channel, served))
-    registry.add_manifest(manifest(0))
+    follower = Follower(channel)
+    following = asyncio.create_task(follower.loop)
+    channel.registry.add_manifest(manifest(0))
     await asyncio.sleep(later_s)
     offered_at = clock.time()
-    registry.add_manifest(manifest(1))
-    await served.wait_for_version(1)
+    channel.registry.add_manifest(manifest(1))
+    await follower.served.wait_for_version(1)
     following.cancel()
-    assert engine.served == [1]
+    assert follower.engine.served == [1]
     # A load takes 0.5 s. The polling interval grows while no newer version appears.
     assert clock.time() - offered_at <= 0.5 + max(0.02, min(later_s, 0.25))
     assert 1 < len(channel.tries) - 1 <= max_pulls
@@ -160,35 +154,30 @@ async def test_superseded_version_is_skipped_for_the_next(later_s: float, max_pu
 @in_virtual_time
 async def test_a_version_that_was_not_stored_costs_no_follower():
     """The copy of a large model may take minutes; until then the follower asks more rarely."""
-    refused: list[float] = []
-    registry = WeightRegistry(
-        keep_versions=2,
-        on_fault=lambda *fault: refused.append(asyncio.get_running_loop().time()),
-    )
-    engine, served = Engine(), ServedVersion("generator-0")
-    channel = Unstored(registry)
-    following = asyncio.create_task(follow_weights(stage(), engine, channel, served))
-    registry.add_manifest(manifest(0))
+    channel = Channel()
+    channel.is_stored = False
+    follower = Follower(channel)
+    following = asyncio.create_task(follower.loop)
+    channel.registry.add_manifest(manifest(0))
     await asyncio.sleep(300)
-    assert not following.done() and served.version == -1
-    assert refused[1] < 2 and len(refused) < 100
+    assert not following.done() and follower.served.version == -1
+    assert channel.reported[1][0] < 2 and len(channel.reported) < 100
     channel.is_stored = True
-    registry.add_manifest(manifest(0))
+    channel.registry.add_manifest(manifest(0))
     async with asyncio.timeout(6):
-        await served.wait_for_version(0)
+        await follower.served.wait_for_version(0)
     following.cancel()
 
 
 @in_virtual_time
 async def test_follower_gives_up_after_max_pull_attempts():
-    registry = WeightRegistry(keep_versions=2)
-    engine, served = Engine(), ServedVersion("generator-0")
-    channel = Channel(registry, {0: 100})
-    registry.add_manifest(manifest(0))
+    channel = Channel({0: 100})
+    follower = Follower(channel)
+    channel.registry.add_manifest(manifest(0))
     with pytest.raises(WeightsError, match="version 0: checksum is wrong"):
-        await follow_weights(stage(), engine, channel, served)
+        await follower.loop
     assert len(channel.tries) == PULL_ATTEMPTS
-    assert engine.served == [] and served.version == -1
+    assert follower.engine.served == [] and follower.served.version == -1
 
 
 @in_virtual_time
@@ -199,22 +188,21 @@ async def test_older_version_is_refused():
         ) -> WeightManifest | None:
             return manifest(5 if held.version < 0 else 4)
 
-    registry = WeightRegistry(keep_versions=2)
-    engine, served = Engine(), ServedVersion("generator-0")
+    follower = Follower(Backwards())
     with pytest.raises(WeightsError, match="version 4 was offered, but 5 is served already"):
-        await follow_weights(stage(), engine, Backwards(registry), served)
-    assert engine.served == [5]
+        await follower.loop
+    assert follower.engine.served == [5]
 
 
 @in_virtual_time
 async def test_follower_with_different_logprobs_serves_nothing_and_fails():
-    registry = WeightRegistry(keep_versions=2)
-    engine, served = Engine(logprob=-3.0), ServedVersion("generator-0")
+    channel = Channel()
+    follower = Follower(channel, logprob=-3.0)
     logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
-    registry.add_manifest(manifest(0, LogprobCheck(SEQUENCES, logprobs, limit=0.5)))
+    channel.registry.add_manifest(manifest(0, LogprobCheck(SEQUENCES, logprobs, limit=0.5)))
     with pytest.raises(LogprobCheckError, match=r"generator-0, with version 0, .* by 2 nats on"):
-        await follow_weights(stage(), engine, Channel(registry), served)
-    assert served.version == -1, "rollouts of the version stay uncommitted"
+        await follower.loop
+    assert follower.served.version == -1, "rollouts of the version stay uncommitted"
 
 
 def test_newest_version_of_columns():
@@ -239,8 +227,6 @@ async def test_partial_rollouts_of_an_unverified_version_are_excluded():
 
 @in_virtual_time
 async def test_fault_is_reported_once():
-    faults: list[tuple[str, str, WeightFault]] = []
-
     class Once(Channel):
         """Channel that offers a version only once."""
 
@@ -251,15 +237,13 @@ async def test_fault_is_reported_once():
             await asyncio.sleep(wait_s)
             return None if self.tries else manifest(7)
 
-    registry = WeightRegistry(
-        keep_versions=2, on_fault=lambda *fault_args: faults.append(fault_args)
-    )
-    channel, served = Once(registry, {7: 1}), ServedVersion("generator-0")
-    following = asyncio.create_task(follow_weights(stage(), Engine(), channel, served))
+    channel = Once({7: 1})
+    following = asyncio.create_task(Follower(channel).loop)
     await asyncio.sleep(5 * FOLLOW_WAIT_S)
     following.cancel()
-    assert registry.drain_stats().num_faults == 1
-    assert faults == [(LOAD_REFUSED, "generator-0", WeightFault(7, "version 7: checksum is wrong"))]
+    assert channel.registry.drain_stats().num_faults == 1
+    fault = WeightFault(7, "version 7: checksum is wrong")
+    assert [facts for _, *facts in channel.reported] == [[LOAD_REFUSED, "generator-0", fault]]
 
 
 @in_virtual_time
@@ -270,10 +254,11 @@ async def test_publish_and_load_hold_the_device_lease():
         SharedDeviceLease(arbiter, "trainer"),
         SharedDeviceLease(arbiter, "generator-0"),
     )
-    registry, served = WeightRegistry(keep_versions=2), ServedVersion("generator-0")
+    channel, served = Channel(), ServedVersion("generator-0")
+    registry = channel.registry
     publishing = WeightPublisher({"policy": Source(2.0)}, {"policy": registry}, lease=trainer)
     context = replace(stage(), device_lease=generator)
-    follow = follow_weights(context, Engine(), Channel(registry), served)
+    follow = follow_weights(context, Engine(), channel, served)
     async with generator.hold("generate"):
         await publishing.begin_publish(0)
         await asyncio.sleep(10.0)

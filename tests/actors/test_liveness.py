@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,17 +62,6 @@ def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
     os.kill(pids["generator-1"], signal.SIGSTOP)
     yield actors
     os.kill(pids["generator-1"], signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_only_a_stopped_process_is_unresponsive_not_a_waiting_or_dead_one(
-    processes: dict[str, ray.actor.ActorHandle],
-):
-    assert find_unresponsive(processes, timeout_s=2.0) == ["generator-1"]
-    responsive = {name: process for name, process in processes.items() if name != "generator-1"}
-    began = time.monotonic()
-    assert find_unresponsive(responsive) == []
-    assert time.monotonic() - began < 2.0, "the call returns once all processes have answered"
 
 
 def test_a_timeout_error_names_unresponsive_processes_and_other_errors_stay_unchanged(
@@ -141,29 +129,6 @@ def watch_actors(
     return silent
 
 
-@pytest.mark.slow
-def test_a_silent_actor_is_reported_once_until_it_answers_again(local_ray: None):
-    waiter: Any = ray.remote(num_cpus=0)(Waiter)
-    actors = {"trainer-0": waiter.remote()}
-    pid = ray.get(actors["trainer-0"].pid.remote())
-    clock = ManualClock()
-    monitor = LivenessMonitor(12.0, clock=clock)
-    assert watch_actors(monitor, clock, actors, 10) == [] and monitor.find_pid("trainer-0") == str(
-        pid
-    )
-    try:
-        os.kill(pid, signal.SIGSTOP)
-        silent = watch_actors(monitor, clock, actors, 60, stopped="trainer-0")
-        assert silent == ["trainer-0"], "reported once"
-        assert len(monitor._pending_pings) == 1, "at most one pending ping per actor"
-        os.kill(pid, signal.SIGCONT)
-        assert watch_actors(monitor, clock, actors, 30) == []
-        os.kill(pid, signal.SIGSTOP)
-        assert watch_actors(monitor, clock, actors, 30, stopped="trainer-0") == ["trainer-0"]
-    finally:
-        os.kill(pid, signal.SIGKILL)
-
-
 def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     processes: dict[str, ray.actor.ActorHandle], tmp_path: Path
 ):
@@ -209,22 +174,31 @@ def test_every_actor_of_a_run_is_pingable():
         assert issubclass(actor_class, PingableActor), actor_class
 
 
-def test_a_silent_actor_is_reported_killed_and_restarted(local_ray: None):
+def test_a_silent_actor_is_reported_once_until_it_answers_and_is_restarted_once_killed(
+    local_ray: None,
+):
     waiter: Any = ray.remote(num_cpus=0, max_restarts=1)(Waiter)
     actors = {name: waiter.remote() for name in ("generator-0", "generator-1")}
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}
-    clock = ManualClock()
+    pid, clock = pids["generator-1"], ManualClock()
     monitor = LivenessMonitor(12.0, clock=clock)
+    assert watch_actors(monitor, clock, actors, 10) == []
+    assert monitor.find_pid("generator-1") == str(pid)
+    os.kill(pid, signal.SIGSTOP)
+    silent = watch_actors(monitor, clock, actors, 60, stopped="generator-1")
+    assert silent == ["generator-1"], "reported once"
+    assert len(monitor._pending_pings) <= 2, "at most one pending ping per actor"
+    os.kill(pid, signal.SIGCONT)
     assert watch_actors(monitor, clock, actors, 30) == []
-    os.kill(pids["generator-1"], signal.SIGSTOP)
-    assert watch_actors(monitor, clock, actors, 15, stopped="generator-1") == ["generator-1"]
+    os.kill(pid, signal.SIGSTOP)
+    assert watch_actors(monitor, clock, actors, 30, stopped="generator-1") == ["generator-1"]
     monitor.kill_actor("generator-1", actors["generator-1"])
     restarted_pid = actors["generator-1"].pid.options(max_task_retries=-1).remote()
     assert ray.get(restarted_pid, timeout=60.0) not in pids.values()
     assert watch_actors(monitor, clock, actors, 30) == []
 
 
-def test_a_pause_of_the_monitor_does_not_count_as_silence(
+def test_a_pause_of_the_monitor_and_a_death_do_not_count_as_silence(
     processes: dict[str, ray.actor.ActorHandle],
 ):
     clock = ManualClock()
@@ -233,9 +207,5 @@ def test_a_pause_of_the_monitor_does_not_count_as_silence(
     assert monitor.ping_actors(actors) == []
     clock.now += 3600.0
     assert monitor.ping_actors(actors) == [], "the actor gets time to answer after the pause"
-
-
-def test_dead_actors_are_not_silent(processes: dict[str, ray.actor.ActorHandle]):
-    clock = ManualClock()
     monitor = LivenessMonitor(6.0, clock=clock)
     assert watch_actors(monitor, clock, {"reward-0": processes["reward-0"]}, 15) == []

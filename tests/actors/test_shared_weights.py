@@ -151,14 +151,6 @@ async def test_a_peer_rank_holds_a_version_once_it_is_published(fills: bool):
     assert peer_rank.calls == ([] if fills else [["weight"]]) + ["sleep"]
 
 
-async def test_whole_weights_can_be_filled_into_a_sharded_generator():
-    shared_weights, rank = SharedWeights(), Rank(gathers=False)
-    await shared_weights.attach_trainer(rank, None)  # type: ignore[arg-type]
-    await shared_weights.attach_generator(Generator(), should_fill_storage=True)  # type: ignore[arg-type]
-    shared_weights.publish_version(3)
-    assert rank.filled == [3]
-
-
 @pytest.mark.parametrize("releases", [True, False])
 async def test_the_kv_cache_is_freed_for_training_only_if_the_generator_is_idle(releases: bool):
     shared_weights, generator = SharedWeights(), Generator()

@@ -86,16 +86,9 @@ def test_a_process_must_see_only_the_gpus_that_ray_assigned_to_it(
     assigned: int, visible: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     find_gpus(monkeypatch, visible)
+    monkeypatch.setattr(ray, "is_initialized", lambda: assigned > 0)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [*range(assigned)])
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
-        check_device(assigned_gpus=assigned)
-
-
-def test_an_engine_checks_the_gpus_that_ray_assigned(monkeypatch: pytest.MonkeyPatch):
-    find_gpus(monkeypatch, 8)
-    check_assigned_device()
-    monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [3])
-    with pytest.raises(ConfigError, match=r"has 1 of Ray.s GPUs, but .* finds 8"):
         check_assigned_device()
 
 

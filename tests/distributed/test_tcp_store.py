@@ -1,8 +1,6 @@
 """TCP store for rendezvous: the address it listens at, and errors of missing ranks."""
 
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -31,18 +29,6 @@ def test_a_store_listens_only_at_its_address(host: str):
     client = dist.TCPStore(host, store.port, None, False, wait_for_workers=False)
     client.set("a", "b")
     assert store.get("a") == b"b"
-
-
-def test_a_store_waits_for_its_ranks():
-    with ThreadPoolExecutor(1) as threads, socket.create_server((HOST, 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
-        serving = threads.submit(serve_tcp_store, HOST, port, 10.0, world_size=2)
-        time.sleep(0.1)
-        assert not serving.done()
-        joined = dist.TCPStore(HOST, port, 2, False)
-        joined.set("a", "b")
-        assert serving.result(10.0).get("a") == b"b"
 
 
 def test_missing_ranks_raise_a_deadline_error(monkeypatch: pytest.MonkeyPatch):

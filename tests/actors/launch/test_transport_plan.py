@@ -37,11 +37,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("tied"))
 
 
-@pytest.fixture(scope="module")
-def untied_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save(tiny_model(tied=False, seed=0), tmp_path_factory.mktemp("untied"))
-
-
 @pytest.fixture(autouse=True)
 def node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a node with 100 MB free in /dev/shm, and a Ray object store of 60 MB."""
@@ -108,24 +103,22 @@ def test_published_models_are_counted_with_their_followers(
     assert count_published(config_of(model_path, tmp_path, *overrides)) == published
 
 
-def test_an_untied_embedding_counts_twice(untied_path: str, tmp_path: Path):
+def test_an_untied_embedding_counts_twice(tmp_path: Path):
+    untied_path = save(tiny_model(tied=False, seed=0), tmp_path / "untied")
     expected = {"policy": (4 * (WHOLE + EMBEDDING), 1)}
     assert count_published(config_of(untied_path, tmp_path)) == expected
 
 
-def test_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
-    model_path: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("transport", "bound_to", "max_bytes"),
+    [("shared_memory", "abc", {"policy": 40 * MB}), ("store", "", {}), ("collective", "", {})],
+)
+def test_only_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
+    model_path: str, tmp_path: Path, transport: str, bound_to: str, max_bytes: dict[str, int]
 ):
-    config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
-    travel = plan_transport(config, demands_of(config), token="t")
-    assert travel.node == "abc" and travel.max_bytes == {"policy": 40 * MB}
-
-
-@pytest.mark.parametrize("transport", ["store", "collective"])
-def test_other_transports_bind_no_node(model_path: str, tmp_path: Path, transport: str):
     config = config_of(model_path, tmp_path, f"weights.transport={transport}")
     travel = plan_transport(config, demands_of(config), token="t")
-    assert (travel.name, travel.node, travel.max_bytes) == (transport, "", {})
+    assert (travel.name, travel.node, travel.max_bytes) == (transport, bound_to, max_bytes)
 
 
 def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
