@@ -10,15 +10,9 @@ import pytest_asyncio
 
 from tests.engines.flight import Engines
 from tests.engines.tiny_qwen import save, tiny_model
-from tests.engines.trainer_layouts import LAYOUTS, Layout
+from tests.engines.trainer_layouts import Layout
 from tests.engines.trainer_ranks import NARROW, TrainerCase, run_ranks
 
-PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
-SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
-SEVERAL_ON = [layout for layout in LAYOUTS if layout.backend == "torch" or layout.zero_stage == 3]
-ONE, TWO = Layout("torch", 1, 1), Layout("torch", 1, 2)
-SHARDED, SPLIT = Layout("deepspeed", 2, 2), Layout("torch", 1, 2, tensor_parallel=2)
-GATHERED = Layout("deepspeed", 3, 2)
 AnyCase = TypeVar("AnyCase")
 TIMEOUT_S = 900
 """Limit for all cases together, on a busy machine."""

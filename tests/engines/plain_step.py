@@ -3,7 +3,7 @@
 Calls no function of the package that computes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ def parameters_by_name(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return all parameters under all their names."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter.detach() for name, parameter in named}
+
+
+def measure_max_difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    assert tensors.keys() == expected.keys()
+    return max((tensors[name] - expected[name]).abs().max().item() for name in expected)
 
 
 def plain_loss(logits_of: Callable[[Tensor], Tensor]) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 from streamrl.algorithms import ALGORITHMS
 from streamrl.engines.training.forward_scorers import LogprobScorer
 from streamrl.messages import split_token_column
-from tests.engines.conftest import ONE, TWO, param_of_ranks
+from tests.engines.conftest import param_of_ranks
 from tests.engines.tiny_qwen import save, tiny_model
+from tests.engines.trainer_layouts import ONE, TWO
 from tests.engines.trainer_ranks import GROUPS, SEVERAL_LR, TEMPERATURE, TrainerCase
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -61,28 +61,22 @@ def test_a_value_depends_on_the_tokens_before_its_own(model_path):
     assert (changed[0, 3] - values[0, 3]).abs() > 1e-4
 
 
-def scorer_of(model_path, *, micro_batch_tokens=64, **facts):
-    tokens = micro_batch_tokens
-    return ValueScorer(model_path, micro_batch_tokens=tokens, dtype="float32", **facts)
+def scorer_of(model_path, **facts):
+    return ValueScorer(model_path, micro_batch_tokens=64, dtype="float32", **facts)
 
 
 def test_a_value_scorer_follows_the_critic(model_path):
     scorer, trained = scorer_of(model_path), make_critic_with_head(model_path)
     assert not scorer.compute_values(COLUMNS).any()
     scorer.copy_weights(dict(trained.named_parameters(remove_duplicate=False)))
-    columns = {"values": scorer.compute_values(COLUMNS)}
-    check_column_sizes(measure_columns(columns), GroupInfo.from_columns(COLUMNS))
-    lengths = COLUMNS["lengths"]
-    rows = zip(
-        *(split_token_column(COLUMNS[name], lengths) for name in ("token_ids", "loss_mask")),
-        split_token_column(columns["values"], lengths),
-        strict=True,
-    )
-    for ids, mask, values in rows:
+    values = scorer.compute_values(COLUMNS)
+    check_column_sizes(measure_columns({"values": values}), GroupInfo.from_columns(COLUMNS))
+    expected = []
+    for ids in split_token_column(COLUMNS["token_ids"], COLUMNS["lengths"]):
         tokens = torch.from_numpy(ids)[None].long()
-        expected = compute_token_values(trained, tokens, torch.ones_like(tokens, dtype=torch.bool))
-        masked = np.where(mask, expected[0].detach().numpy(), 0)
-        np.testing.assert_allclose(values, masked, atol=2e-5)
+        expected.append(compute_token_values(trained, tokens, tokens >= 0)[0].detach().numpy())
+    masked = np.where(COLUMNS["loss_mask"], np.concatenate(expected), 0)
+    np.testing.assert_allclose(values, masked, atol=2e-5)
 
 
 def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
@@ -91,16 +85,15 @@ def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
     layer = "model.layers.0.self_attn.q_proj"
     published = {layer + LORA_A_SUFFIX: a, layer + LORA_B_SUFFIX: b, LORA_SCALE: torch.tensor(0.5)}
     published |= {name: p for name, p in trained.named_parameters() if name.startswith("score.")}
-    scorer, expected_scorer = scorer_of(model_path), scorer_of(model_path)
     with torch.no_grad():
         trained.get_submodule(layer).weight += 0.5 * b @ a
-    expected_scorer.copy_weights(dict(trained.named_parameters(remove_duplicate=False)))
+    scorer, expected = scorer_of(model_path), scorer_of(model_path)
+    expected.copy_weights(dict(trained.named_parameters(remove_duplicate=False)))
     for _ in range(2):
         scorer.copy_weights(published)
-        actual, expected_values = (
-            value_scorer.compute_values(COLUMNS) for value_scorer in (scorer, expected_scorer)
+        np.testing.assert_allclose(
+            scorer.compute_values(COLUMNS), expected.compute_values(COLUMNS), atol=1e-6
         )
-        np.testing.assert_allclose(actual, expected_values, atol=1e-6)
 
 
 def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_path):

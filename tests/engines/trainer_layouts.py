@@ -53,3 +53,9 @@ LAYOUTS = [
 LAYOUTS += [Layout("torch", 3, 2), Layout("torch", 1, 2, tensor_parallel=2)]
 LAYOUTS += [Layout("torch", 3, 2, sequence_parallel=2)]
 CUTS = (1, 2, 5)
+ONE, TWO = Layout("torch", 1, 1), Layout("torch", 1, 2)
+SHARDED, SPLIT = Layout("deepspeed", 2, 2), Layout("torch", 1, 2, tensor_parallel=2)
+GATHERED = Layout("deepspeed", 3, 2)
+PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
+SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
+SEVERAL_ON = [layout for layout in LAYOUTS if layout.backend == "torch" or layout.zero_stage == 3]

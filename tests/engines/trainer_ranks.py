@@ -9,30 +9,34 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerFast
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.config import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.buffer.micro_batch_schedule import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream
+from streamrl.engines.models import activation_checkpointing
+from streamrl.engines.training.forward_scorers import LogprobScorer
+from streamrl.engines.training.model_trainer import ModelTrainer
+from streamrl.engines.training.pretraining import PretrainingLoss
+from streamrl.engines.training.tasks import CriticTask, PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.errors import CheckpointError, StreamError
 from streamrl.messages import Columns
 from tests import forked
 from tests.engines.tiny_groups import make_groups
-from tests.engines.trainer_layouts import CUTS, Layout
-
-if TYPE_CHECKING:
-    from streamrl.engines.training.model_trainer import ModelTrainer
-    from streamrl.engines.training.pretraining import PretrainingLoss
-    from streamrl.engines.training.tasks import TrainingTask
+from tests.engines.trainer_layouts import CUTS, ONE, Layout
 
 TEMPERATURE = 0.8
 # Adam turns near-zero gradients (those of key biases) into steps of this size in a direction that
@@ -110,15 +114,10 @@ class RankJob:
         layout: Layout,
         algorithm: AlgorithmConfig = ALGORITHM,
         *,
-        pretraining: "PretrainingLoss | None" = None,
-        task: "TrainingTask | None" = None,
+        pretraining: PretrainingLoss | None = None,
+        task: TrainingTask | None = None,
         **changes: Any,
-    ) -> "ModelTrainer":
-        from streamrl.engines.training.model_trainer import (
-            ModelTrainer,  # an import of seconds, which pytest's process need not pay
-        )
-        from streamrl.engines.training.tasks import CriticTask, PolicyTask
-
+    ) -> ModelTrainer:
         if layout.world_size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))
         settings = algorithm.to_settings(max_length=8, reward_weights={})
@@ -145,7 +144,7 @@ def split_rounds(
     return [tuple(parts[start : start + num_shares]) for start in range(0, len(parts), num_shares)]
 
 
-def get_micro_batch(trainer: "ModelTrainer", work: Round) -> MicroBatch:
+def get_micro_batch(trainer: ModelTrainer, work: Round) -> MicroBatch:
     """Return a rank's micro-batch of a round."""
     return work[trainer._config.get_dp_rank(trainer.rank)]
 
@@ -161,7 +160,7 @@ def compute_divisor(groups: dict[str, Columns]) -> float:
 
 
 def train_rounds(
-    trainer: "ModelTrainer",
+    trainer: ModelTrainer,
     groups: dict[str, Columns],
     num_shares: int,
     *,
@@ -177,14 +176,14 @@ def train_rounds(
 
 
 def train_step(
-    trainer: "ModelTrainer", num_micro_batches: int, num_shares: int, version: int = 0
+    trainer: ModelTrainer, num_micro_batches: int, num_shares: int, version: int = 0
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run a step over all groups; return this rank's metric sums and the update's metrics."""
     sums = train_rounds(trainer, GROUPS, num_shares, num_micro_batches=num_micro_batches)
     return sums, trainer.update(compute_divisor(GROUPS), version)
 
 
-def close_after_saving(trainer: "ModelTrainer", folder: Path) -> dict[str, torch.Tensor]:
+def close_after_saving(trainer: ModelTrainer, folder: Path) -> dict[str, torch.Tensor]:
     """Save state and model; return the parameters."""
     trainer.save_training_state(folder / "state")
     trainer.save_model(folder / "model")
@@ -193,7 +192,7 @@ def close_after_saving(trainer: "ModelTrainer", folder: Path) -> dict[str, torch
     return parameters
 
 
-def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
+def parameters_of(trainer: ModelTrainer) -> dict[str, torch.Tensor]:
     """Return the trained parameters under all their names."""
     parameters = {name: tensor.float().clone() for name, tensor in trainer.full_state()}
     for names in trainer._parameters.tied_groups:
@@ -222,12 +221,22 @@ def same_update(job: RankJob, layout: Layout) -> None:
         job.results[f"update/{layout.label}/{cuts}"] = run_two_steps(job, layout, cuts)
 
 
-def save_and_resume(job: RankJob, layout: Layout) -> None:
-    """Run a step, save, run a step; then repeat the last step from the checkpoint."""
-    folder = job.folder / layout.label
+def save_first_step(job: RankJob, layout: Layout, folder: Path) -> ModelTrainer:
     trainer = job.trainer(layout, warmup_steps=4)
     train_step(trainer, 1, layout.num_shares)
     trainer.save_training_state(folder)
+    return trainer
+
+
+def save_and_resume(job: RankJob, layout: Layout) -> None:
+    """Run a step, save, run a step; then repeat it from this and the other layouts' checkpoints."""
+    if layout.world_size > 1 and not job.saved:
+        trainer = save_first_step(job, ONE, job.folder / f"{ONE.label}-{job.rank}")
+        # Both ranks load the state of rank 0. They meet below, when both have saved.
+        job.saved.append(Saved(ONE.label, job.folder / f"{ONE.label}-0", parameters_of(trainer)))
+        trainer.close()
+    folder = job.folder / layout.label
+    trainer = save_first_step(job, layout, folder)
     if layout.zero_stage in (1, 3):
         trainer.save_model(job.folder / f"{layout.label}-model")
         job.results[f"model/{layout.label}"] = parameters_of(trainer)
@@ -277,26 +286,8 @@ def master_weights(job: RankJob, layout: Layout) -> None:
         job.results[f"bf16_state/{stage}"] = (first, runs)
 
 
-def resume_from_one_rank(job: RankJob, layout: Layout) -> None:
-    """Run and save a step on a single rank; run the second on two ranks from rank 0's state."""
-    single = replace(layout, world_size=1, tensor_parallel=1, sequence_parallel=1)
-    trainer = job.trainer(single)
-    train_step(trainer, 1, 1)
-    trainer.save_training_state(job.folder / f"single-{layout.label}-{job.rank}")
-    saved_parameters = parameters_of(trainer)
-    trainer.close()
-    trainer = job.trainer(layout)
-    # Wait until both have saved: gathering takes both ranks.
-    trainer.load_training_state(job.folder / f"single-{layout.label}-0")
-    moved = Moved(
-        single.label, saved_parameters, parameters_of(trainer), second_step(trainer, layout)
-    )
-    job.results[f"grown/{layout.label}"] = moved
-    trainer.close()
-
-
 def second_step(
-    trainer: "ModelTrainer", layout: Layout
+    trainer: ModelTrainer, layout: Layout
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
     _, report = train_step(trainer, 2, layout.num_shares, version=1)
     return report, parameters_of(trainer), trainer.num_updates
@@ -316,8 +307,6 @@ def critic_updates(job: RankJob, layout: Layout) -> None:
 
 def two_headed_updates(job: RankJob, layout: Layout) -> None:
     """Run two steps of a shared policy and critic, and of the policy alone."""
-    from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
-
     settings = PPO.to_settings(max_length=8, reward_weights={})
     task_args = (job.model_path, PPO.spec, settings, TEMPERATURE)
     tasks: dict[float | None, TrainingTask] = {None: PolicyTask(*task_args)}
@@ -336,10 +325,6 @@ def two_headed_updates(job: RankJob, layout: Layout) -> None:
 
 def pretraining_updates(job: RankJob, layout: Layout) -> None:
     """Run updates with a gradient from the pretraining texts only."""
-    from transformers import PreTrainedTokenizerFast
-
-    from streamrl.engines.training.pretraining import PretrainingLoss
-
     texts = PretrainingLoss(
         TextStream(TEXTS, seed=0),
         PreTrainedTokenizerFast.from_pretrained(job.model_path),
@@ -358,14 +343,9 @@ def pretraining_updates(job: RankJob, layout: Layout) -> None:
     job.results[f"pretraining/{layout.label}"] = {"reports": reports, "parameters": parameters}
 
 
-def use_narrow_model(job: RankJob) -> RankJob:
-    """Return the same rank with the model of the LoRA tests."""
-    return replace(job, model_path=str(job.folder / NARROW))
-
-
 def lora_updates(job: RankJob, layout: Layout) -> None:
     """Run two LoRA steps, then repeat the second from a checkpoint after the first."""
-    job = use_narrow_model(job)
+    job = replace(job, model_path=str(job.folder / NARROW))
     folder = job.folder / f"lora-{layout.label}"
     trainer = job.trainer(layout, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
@@ -379,22 +359,16 @@ def lora_updates(job: RankJob, layout: Layout) -> None:
     resumed = second_step(trainer, layout)
     trainer.close()
     trainer = job.trainer(layout, lr=SEVERAL_LR, **{**LORA, "lora_alpha": 4.0})
+    with pytest.raises(CheckpointError) as refused:
+        trainer.load_training_state(folder / "state")
     job.results[f"lora/{layout.label}"] = {
         "start": start,
         "norms": [report["policy/grad_norm"] for report in (*reports, repeated[0])],
         "published": first,
         "runs": [repeated, resumed],
-        "refusal": get_refusal(trainer, folder / "state"),
+        "refusal": str(refused.value),
     }
     trainer.close()
-
-
-def get_refusal(trainer: "ModelTrainer", folder: Path) -> str:
-    try:
-        trainer.load_training_state(folder)
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def several_updates(job: RankJob, layout: Layout) -> None:
@@ -432,23 +406,19 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
     broken["scores"] = broken["scores"] * float("nan")
     share = trainer._config.get_dp_rank(job.rank)
     trainer.train_micro_batch({"0:9:0": broken}, [("0:9:0", 0)] if share == 0 else [])
-    try:
+    with pytest.raises(StreamError) as refused:
         trainer.update(1.0)
-    except StreamError as error:
-        message = str(error)
     after = parameters_of(trainer)
     trainer.close()
     job.results[f"skipped/{layout.label}"] = {
         "reports": reports,
-        "message": message,
+        "message": str(refused.value),
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
     }
 
 
 def recomputed_updates(job: RankJob, layout: Layout) -> None:
     """Recompute activations; in the last round rank 0 has several chunks, the idle rank one."""
-    from streamrl.engines.models import activation_checkpointing
-
     with mock.patch.object(activation_checkpointing, "CHUNK_TOKENS", 5):
         job.results[f"recomputed/{layout.label}"] = run_two_steps(
             job, layout, CUTS[-1], gradient_checkpointing=True
@@ -488,9 +458,54 @@ def resume_offloaded(job: RankJob, layout: Layout) -> list[dict[str, torch.Tenso
 
 
 def row(job: RankJob, layout: Layout, name: str) -> None:
-    from tests.engines.row_cases import train_row
+    """Train on policy, then off policy on the same rollouts; two ranks have half each."""
+    groups = scored_groups(job.model_path)
+    config = AlgorithmConfig(name=name)
+    settings = config.to_settings(max_length=10, reward_weights={"right": 1.0})
+    task = PolicyTask(job.model_path, config.spec, settings, TEMPERATURE)
+    trainer = job.trainer(layout, config, task=task, lr=SEVERAL_LR)
+    norms = [train_row(trainer, groups, layout)["policy/grad_norm"] for _ in range(2)]
+    job.results[f"row/{layout.label}/{name}"] = {
+        "norms": norms,
+        "parameters": parameters_of(trainer),
+    }
+    trainer.close()
 
-    train_row(job, layout, name)
+
+def train_row(
+    trainer: ModelTrainer, groups: dict[str, Columns], layout: Layout
+) -> dict[str, float]:
+    """Run a step, in a micro-batch on a single rank or two on each of two ranks."""
+    trainer.plan_step(groups)
+    rounds = split_rounds(groups, num_micro_batches=layout.num_shares, num_shares=layout.num_shares)
+    sums = sum_metrics(
+        trainer.train_micro_batch(groups, get_micro_batch(trainer, work)) for work in rounds
+    )
+    total = torch.tensor(list(sums.values()), dtype=torch.float64)
+    if layout.world_size > 1:
+        dist.all_reduce(total)
+    total_sums = dict(zip(sums, total.tolist(), strict=True))
+    return trainer.update(trainer.compute_loss_denominator(total_sums))
+
+
+@cache
+def scored_groups(model_path: str) -> dict[str, Columns]:
+    """Make groups of plausible rollouts with the columns that any algorithm needs."""
+    scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)
+    groups: dict[str, Columns] = {}
+    for uid, columns in GROUPS.items():
+        scores = columns["scores"]
+        expected = np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)
+        groups[uid] = {
+            **columns,
+            "generator_logprobs": scorer.compute_ref_logprobs(columns)["ref_logprobs"],
+            "reward/right": scores,
+            "baseline_scores": np.full_like(scores, scores.mean()),
+            "costs": 1 - scores,
+            "values": expected,
+            "cost_values": expected,
+        }
+    return groups
 
 
 def save_late(job: RankJob, layout: Layout) -> None:
@@ -502,25 +517,8 @@ def save_late(job: RankJob, layout: Layout) -> None:
     job.results[f"late/{layout.label}"] = (job.folder / f"{layout.label}-late").is_dir()
 
 
-CASES: dict[str, Callable[..., None]] = {
-    case.__name__: case
-    for case in (
-        *(
-            same_update,
-            several_updates,
-            critic_updates,
-            pretraining_updates,
-            two_headed_updates,
-        ),
-        *(lora_updates, save_and_resume, skipped_updates),
-        *(resume_from_one_rank, master_weights),
-        *(recomputed_updates, other_settings, row, save_late),
-    )
-}
-
-
 class TrainerCase(NamedTuple):
-    """A sequence of steps that the ranks of a layout run, and its parameters."""
+    """A sequence of steps that the ranks of a layout run: a function above, and its arguments."""
 
     name: str
     layout: Layout
@@ -533,7 +531,7 @@ def run_cases(
     """Run all cases in a process and return the results."""
     job = RankJob(rank, model_path, folder, list(ports))
     for case in plan:
-        CASES[case.name](job, case.layout, *case.more)
+        globals()[case.name](job, case.layout, *case.more)
     return job.results
 
 

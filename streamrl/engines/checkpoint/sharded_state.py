@@ -11,14 +11,16 @@ The format uses no pickle.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from safetensors.torch import save_file
@@ -30,11 +32,10 @@ from streamrl.files.bounded_read import parse_json, read_small_json
 from streamrl.resharding.boxes import TensorBox, subtract_boxes
 from streamrl.resharding.layouts import ShardPiece, TensorShard
 
-FORMAT_VERSION = 2
 PROGRESS_FILE = "trainer.json"
 VALUE_KIND, MOMENT_KINDS = "value", ("exp_avg", "exp_avg_sq")
 MAX_FILE_BYTES = 256 << 20
-"""Size at which a rank starts its next state file; bounds the CPU copy made while saving."""
+"""Size at which the next file of a checkpoint starts; bounds the memory that writing takes."""
 _SHARDS_KEY = "shards"
 
 
@@ -68,9 +69,10 @@ class TrainerProgress:
     `adapters` describes the LoRA settings, which must be equal on loading.
     """
 
-    num_updates: int
-    step: int
+    num_updates: Annotated[int, Meta(ge=0)]
+    step: Annotated[int, Meta(ge=0)]
     adapters: str
+    format: Literal[2] = 2
 
 
 def save_state(
@@ -83,20 +85,45 @@ def save_state(
 
     Returns the number of steps that the optimizer has made, 0 before the first.
     """
-    steps = {0}
-    with _StateWriter(directory, f"state_{rank:05d}") as files:
-        for fragment in fragments:
-            state = optimizer.state.get(fragment.optimizer_tensor, {})
-            steps.add(int(state.get("step", 0)))
-            if fragment.is_copy:
-                continue
-            blocks = {
-                VALUE_KIND: fragment.optimizer_tensor,
-                **{m: state[m] for m in MOMENT_KINDS if m in state},
-            }
-            for kind, block in blocks.items():
-                files.add_shard(kind, fragment.shard, fragment.slice_block(block))
+    kept, steps = list(fragments), {0}
+    for fragment in kept:
+        steps.add(int(optimizer.state.get(fragment.optimizer_tensor, {}).get("step", 0)))
+    saved = {f.shard.tensor: f for f in kept if not f.is_copy}
+    blocks = (block for f in saved.values() for block in _copy_blocks(f, optimizer))
+    for number, tensors in enumerate(batch_tensors(blocks)):
+        names = {key.partition("/")[2] for key in tensors}
+        shards = {name: _encode_shard(saved[name].shard) for name in names}
+        path = directory / f"state_{rank:05d}_{number:03d}.safetensors"
+        path.write_bytes(to_safetensors(tensors, {_SHARDS_KEY: json.dumps(shards)}))
     return max(steps)
+
+
+def _copy_blocks(
+    fragment: ParameterFragment, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield copies on the CPU of a fragment's parameter and moments, by kind and name."""
+    state = optimizer.state.get(fragment.optimizer_tensor, {})
+    moments = {kind: state[kind] for kind in MOMENT_KINDS if kind in state}
+    for kind, block in {VALUE_KIND: fragment.optimizer_tensor, **moments}.items():
+        elements = fragment.slice_block(block)
+        yield f"{kind}/{fragment.shard.tensor}", elements.to("cpu", copy=True)
+
+
+def batch_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield (name, tensor) in dicts for files of MAX_FILE_BYTES; a larger tensor comes alone.
+
+    A dict is emptied before the next one fills, which bounds the memory.
+    """
+    batch, num_bytes = dict[str, Tensor](), 0
+    for name, tensor in tensors:
+        if batch and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
+            yield batch
+            batch.clear()
+            num_bytes = 0
+        batch[name] = tensor
+        num_bytes += tensor.nbytes
+    if batch:
+        yield batch
 
 
 def load_state(
@@ -112,7 +139,7 @@ def load_state(
     tensor, shard) of the parameters that the forward pass reads. Raises CheckpointError if an
     element of these was not saved.
     """
-    with StateReader(directory) as files:
+    with open_state(directory) as files:
         for fragment in fragments:
             files.fill_shard(
                 VALUE_KIND, fragment.shard, fragment.slice_block(fragment.optimizer_tensor)
@@ -131,8 +158,7 @@ def load_state(
 
 
 def write_progress(directory: Path, progress: TrainerProgress) -> None:
-    text = json.dumps({"format": FORMAT_VERSION, **vars(progress)}, indent=1)
-    (directory / PROGRESS_FILE).write_text(text + "\n")
+    (directory / PROGRESS_FILE).write_text(json.dumps(vars(progress), indent=1) + "\n")
 
 
 def read_progress(directory: Path) -> TrainerProgress:
@@ -142,23 +168,16 @@ def read_progress(directory: Path) -> TrainerProgress:
     """
     path = directory / PROGRESS_FILE
     try:
-        fields = read_small_json(path)
-        if fields.pop("format") != FORMAT_VERSION:
-            raise CheckpointError(f"{path}: not a trainer's state of format {FORMAT_VERSION}")
-        fields.pop("layout", None)  # of earlier versions
-        progress = TrainerProgress(**fields)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: {error!r}: cannot be read") from error
-    if not all(isinstance(n, int) and n >= 0 for n in (progress.num_updates, progress.step)):
-        raise CheckpointError(f"{path}: num_updates and step must be whole numbers")
-    return progress
+        return msgspec.convert(read_small_json(path), TrainerProgress)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
 def save_rng(directory: Path, rank: int) -> None:
     states = {"cpu": torch.get_rng_state()}
     if (gpu_state := get_gpu_rng_state()) is not None:
         states[GPU] = gpu_state
-    _make_rng_path(directory, rank).write_bytes(to_safetensors(states))
+    save_tensors(_make_rng_path(directory, rank), states)
 
 
 def restore_rng(directory: Path, rank: int) -> None:
@@ -167,45 +186,33 @@ def restore_rng(directory: Path, rank: int) -> None:
     Does nothing if the checkpoint comes from a run with fewer ranks.
     """
     path = _make_rng_path(directory, rank)
-    if not path.is_file():
-        return
-    states = _read_rng(path)
-    torch.set_rng_state(states["cpu"])
-    set_gpu_rng_state(states.get(GPU))
+    if path.is_file():
+        states = load_tensors(path)
+        torch.set_rng_state(states["cpu"])
+        set_gpu_rng_state(states.get(GPU))
 
 
-def _read_rng(path: Path) -> dict[str, Tensor]:
-    with _open_safetensors(path) as file:
-        states = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    current, saved = torch.get_rng_state(), states.get("cpu")
-    if saved is None or (saved.dtype, saved.shape) != (current.dtype, current.shape):
-        raise CheckpointError(f"{path}: not a state of torch's random number generator")
-    return states
+@contextmanager
+def open_state(directory: Path) -> Iterator["StateReader"]:
+    """Open the shards that all ranks saved; their files stay mapped in the context."""
+    paths = sorted(directory.glob("state_*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{directory} holds no state of a trainer")
+    reader = StateReader(directory)
+    with ExitStack() as files:
+        for path in paths:
+            reader.index_parts(path, files.enter_context(_open_safetensors(path)))
+        yield reader
 
 
 class StateReader:
-    """Index of the shards that all ranks saved; a context manager that keeps their files mapped."""
+    """Index of the shards that all ranks saved."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._parts: dict[tuple[str, str], list[tuple[TensorShard, Any]]] = {}
-        self._exit_stack = ExitStack()
 
-    def __enter__(self) -> "StateReader":
-        with ExitStack() as unless_done:
-            unless_done.push(self._exit_stack)
-            paths = sorted(self._directory.glob("state_*.safetensors"))
-            if not paths:
-                raise CheckpointError(f"{self._directory} holds no state of a trainer")
-            for path in paths:
-                self._index_parts(path, unless_done.enter_context(_open_safetensors(path)))
-            self._exit_stack = unless_done.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._exit_stack.close()
-
-    def _index_parts(self, path: Path, file: Any) -> None:
+    def index_parts(self, path: Path, file: Any) -> None:
         """Add the shards of a file, already opened by safetensors, to the index.
 
         Raises CheckpointError if the file is not part of a trainer's state.
@@ -249,41 +256,6 @@ class StateReader:
                 f"{self._directory} lacks {kind} of {shard.tensor}{missing[0]}: it was written for"
                 " another model, or is incomplete"
             )
-
-
-@dataclass
-class _StateWriter:
-    """Writes a rank's shards of parameters and AdamW moments into files of bounded size."""
-
-    directory: Path
-    stem: str
-    _num_files: int = 0
-    _pending_bytes: int = 0
-    _pending_tensors: dict[str, Tensor] = field(default_factory=dict)
-    _pending_shards: dict[str, Any] = field(default_factory=dict)
-
-    def __enter__(self) -> "_StateWriter":
-        return self
-
-    def add_shard(self, kind: str, shard: TensorShard, elements: Tensor) -> None:
-        """Copy a rank's shard of a tensor to the CPU; write a file once MAX_FILE_BYTES wait."""
-        self._pending_tensors[f"{kind}/{shard.tensor}"] = elements.to("cpu", copy=True)
-        self._pending_shards[shard.tensor] = _encode_shard(shard)
-        self._pending_bytes += elements.nbytes
-        if self._pending_bytes >= MAX_FILE_BYTES:
-            self._write_file()
-
-    def _write_file(self) -> None:
-        path = self.directory / f"{self.stem}_{self._num_files:03d}.safetensors"
-        path.write_bytes(
-            to_safetensors(self._pending_tensors, {_SHARDS_KEY: json.dumps(self._pending_shards)})
-        )
-        self._pending_tensors, self._pending_shards = {}, {}
-        self._num_files, self._pending_bytes = self._num_files + 1, 0
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None and self._pending_tensors:
-            self._write_file()
 
 
 def view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:

@@ -36,19 +36,26 @@ class WorkerMemory:
 
     @property
     def generate_bytes(self) -> int:
-        return (
-            self._resident_bytes
-            + self.kv_cache
-            + (0 if self.offloads_optimizer else self.optimizer)
-        )
+        return sum(self._list_parts("generate").values())
 
     @property
     def train_bytes(self) -> int:
         """Peak bytes of a colocated worker in training: in a micro-batch or an optimizer step."""
-        kv = 0 if self.releases_kv else self.kv_cache
-        return (
-            self._resident_bytes + self.optimizer + max(self.activations, self.update_buffers) + kv
-        )
+        return sum(self._list_parts("train").values())
+
+    def _list_parts(self, phase: str) -> dict[str, int]:
+        """Return the bytes that are held in a phase, "train" or "generate", by what they are."""
+        is_training, updates = phase == "train", self.update_buffers > self.activations
+        return {
+            "weights": self.weights,
+            "the generator's weights": self.serving_weights,
+            "optimizer": self.optimizer if is_training or not self.offloads_optimizer else 0,
+            "gradients": self.gradients,
+            "for the update" if updates else "activations": (
+                max(self.activations, self.update_buffers) if is_training else 0
+            ),
+            "KV cache": 0 if is_training and self.releases_kv else self.kv_cache,
+        }
 
     def fit_budget(self, budget_mb: int | None) -> "WorkerMemory":
         """Return the memory with the offloads that a budget in MiB requires; None means no budget.
@@ -74,20 +81,7 @@ class WorkerMemory:
 
     def format_sum(self, phase: str) -> str:
         """Format the bytes in a phase, "train" or "generate", as a sum of parts in MB."""
-        parts = {
-            "weights": self.weights,
-            "the generator's weights": self.serving_weights,
-            "optimizer": self.optimizer,
-            "gradients": self.gradients,
-        }
-        if phase == "generate" and self.offloads_optimizer:
-            del parts["optimizer"]
-        if phase == "train":
-            updates = self.update_buffers > self.activations
-            temporary = max(self.activations, self.update_buffers)
-            parts["for the update" if updates else "activations"] = temporary
-        if phase == "generate" or not self.releases_kv:
-            parts["KV cache"] = self.kv_cache
+        parts = self._list_parts(phase)
         return " + ".join(f"{_format_mb(size)} {name}" for name, size in parts.items() if size)
 
     @property
@@ -105,10 +99,6 @@ class WorkerMemory:
             f" and about {_format_mb(self.train_bytes)} MB to train ="
             f" {self.format_sum('train')}{offloads}"
         )
-
-    @property
-    def _resident_bytes(self) -> int:
-        return self.weights + self.serving_weights + self.gradients
 
 
 def _format_mb(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +83,6 @@ class ModelShape:
                 raise ConfigError(f"model {self.name}: {rule}")
 
     @property
-    def attention_params(self) -> int:
-        wide = self.heads * self.head_dim
-        if self.kv_latent_width:
-            # MLA projects down to the latent width, then up for keys and for values.
-            up = self.kv_latent_width * 2 * wide
-            return self.hidden * (2 * wide + self.kv_latent_width) + up
-        narrow = self.kv_heads * self.head_dim
-        bias = wide + 2 * narrow if self.has_qkv_bias else 0
-        return self.hidden * (2 * wide + 2 * narrow) + bias
-
-    @property
     def moe_layers(self) -> int:
         return self.layers - self.dense_layers if self.experts else 0
 
@@ -110,28 +100,18 @@ class ModelShape:
     def routed_params(self) -> int:
         return self.moe_layers * self.experts * self.expert_params
 
-    def _count_mlp_params(self, experts: int) -> int:
-        plain = self.layers - self.moe_layers
-        width = self.dense_intermediate or self.intermediate
-        moe_params = self.expert_params * (experts + self.shared_experts)
-        router = self.hidden * self.experts
-        return plain * 3 * self.hidden * width + self.moe_layers * (moe_params + router)
-
     @property
     def embedding_params(self) -> int:
         head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
-        tied = self.has_tied_embeddings and not self.has_scalar_head
-        return self.vocab * self.hidden + (0 if tied else head)
+        return self.vocab * self.hidden + (0 if self.has_tied_head else head)
+
+    @property
+    def has_tied_head(self) -> bool:
+        return self.has_tied_embeddings and not self.has_scalar_head
 
     @property
     def num_params(self) -> int:
-        norms = (2 * self.layers + 1) * self.hidden
-        return (
-            self.layers * self.attention_params
-            + self._count_mlp_params(self.experts)
-            + self.embedding_params
-            + norms
-        )
+        return _count_params(self)
 
     @property
     def trained_fraction(self) -> float:
@@ -140,12 +120,10 @@ class ModelShape:
     @property
     def active_matmul_params(self) -> int:
         """Number of parameters that one token is multiplied with: active experts, no embedding."""
-        head = self.hidden if self.has_scalar_head else self.vocab * self.hidden
-        return (
-            self.layers * self.attention_params
-            + self._count_mlp_params(self.experts_per_token)
-            + head
-        )
+        inactive = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_params
+        norms = (2 * self.layers + 1) * self.hidden
+        embedding = 0 if self.has_tied_head else self.vocab * self.hidden
+        return self.num_params - inactive - norms - embedding
 
     def count_kv_bytes_per_token(self, itemsize: int = BF16_BYTES) -> int:
         """Return the KV-cache bytes of one token over all layers; `itemsize` is bytes per value."""
@@ -164,9 +142,8 @@ class ModelShape:
         Query, key and value are one tensor; so are gate and up, and the experts of a layer.
         """
         last = self.layers + 1
-        is_tied = self.has_tied_embeddings and not self.has_scalar_head
         shape = (self.vocab, self.hidden)
-        tensors = [TensorSpec("embedding", shape, (0, last) if is_tied else (0,), 0)]
+        tensors = [TensorSpec("embedding", shape, (0, last) if self.has_tied_head else (0,), 0)]
         for layer in range(self.layers):
             tensors += self._make_layer_specs(layer)
         tensors.append(TensorSpec("norm", (self.hidden,), (last,)))
@@ -209,6 +186,11 @@ class ModelShape:
         tensors.append(TensorSpec(f"{name}.gate_up", up, positions, 1, parts))
         tensors.append(TensorSpec(f"{name}.down", down, positions, 2))
         return tensors
+
+
+@cache
+def _count_params(shape: ModelShape) -> int:
+    return shape.to_model_spec(itemsize=1).num_bytes
 
 
 def _make_shape(

@@ -65,6 +65,7 @@ from streamrl.distributed.process_group import (
 )
 from streamrl.engines.checkpoint.sharded_state import (
     TrainerProgress,
+    batch_tensors,
     load_state,
     read_progress,
     restore_rng,
@@ -110,8 +111,6 @@ from streamrl.resharding.storage import ShardStorage, create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_weights
 
-MAX_FILE_BYTES = 256 << 20
-"""Size at which the next weight file starts; bounds the memory that writing takes."""
 BUCKET_BYTES = 16 * 2**20
 """Bytes that a transfer has in flight at a time; gloo buffers as much again."""
 
@@ -462,8 +461,7 @@ class ModelTrainer:
         self._optimizer_offload.restore_state()
         progress, backend = read_progress(directory), self._backend
         adapters = _describe_adapters(self._config)
-        # Earlier versions named the layers, too: all of them.
-        if progress.adapters.removesuffix(" lora_targets=[]") != adapters:
+        if progress.adapters != adapters:
             texts = [text or "no adapters" for text in (progress.adapters, adapters)]
             raise CheckpointError(f"{directory} was written with {texts[0]}, not {texts[1]}")
         with self._limit_wait("loading"):
@@ -711,24 +709,13 @@ def _restore_layout(
 
 def _write_weights(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors into model.safetensors, or into several files and their index."""
-    files: list[Path] = []
+    files, total_bytes = list[Path](), 0
     weight_map: dict[str, int] = {}
-    pending, pending_bytes, total_bytes = dict[str, Tensor](), 0, 0
-
-    def write_file() -> None:
+    for batch in batch_tensors((name, tensor.contiguous()) for name, tensor in tensors):
+        weight_map |= dict.fromkeys(batch, len(files))
+        total_bytes += sum(tensor.nbytes for tensor in batch.values())
         files.append(directory / f"model-{len(files) + 1:05d}.partial")
-        save_file(pending, files[-1], metadata={"format": "pt"})
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > MAX_FILE_BYTES:
-            write_file()
-            pending_bytes = 0
-        weight_map[name] = len(files)
-        pending[name] = tensor.contiguous()
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    write_file()
+        save_file(batch, files[-1], metadata={"format": "pt"})
     single, index = directory / WEIGHTS_FILE, directory / WEIGHTS_INDEX
     for stale in (single, index):
         stale.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +15,7 @@ from streamrl.buffer.micro_batch_schedule import pack_rollouts
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import compute_token_logprobs
+from streamrl.engines.training.collate import build_batch
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,21 @@ class PretrainingLoss:
             dp_size=dp_size,
             micro_batch_tokens=self.micro_batch_tokens,
         )
+        columns = {
+            "token_ids": np.concatenate([np.array(ids, np.int32) for ids in token_ids]),
+            "lengths": np.array([len(ids) for ids in token_ids], np.int32),
+        }
         for work in rounds:
-            rows = [token_ids[index] for _, index in work[dp_rank]]
-            yield self.coef / max(num_tokens, 1) * _sum_token_losses(forward, rows)
+            picks = work[dp_rank]
+            batch = build_batch(
+                {"": columns}, picks, derived={"": {}}, token_columns=("token_ids",)
+            ).to(get_local_device())
+            scores = compute_token_logprobs(
+                forward, batch["token_ids"], batch["attention_mask"], temperature=1.0
+            )
+            # Without texts the micro-batch is a dummy, for the collectives of the other ranks.
+            weight = -self.coef / max(num_tokens, 1) if picks else 0.0
+            yield weight * scores.logprobs.sum()
 
     def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts, ended by the end-of-sequence token and then truncated."""
@@ -58,20 +71,3 @@ class PretrainingLoss:
         encoded = self.tokenizer(list(texts), add_special_tokens=True)["input_ids"]
         terminated = [ids if ids[-1:] == [end] or end is None else [*ids, end] for ids in encoded]
         return [ids[: self.max_tokens] for ids in terminated]
-
-
-def _sum_token_losses(forward: Callable[..., Any], rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return the sum of -logprob over all tokens but the first of each row; 0 without rows.
-
-    `rows` are the token ids of a micro-batch's texts.
-    """
-    lengths = torch.tensor([len(row) for row in rows] or [0])
-    width = max(int(lengths.max()), 2)
-    token_ids = torch.zeros(len(lengths), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        token_ids[i, : len(row)] = torch.tensor(row)
-    mask = (torch.arange(width) < lengths[:, None]).to(get_local_device())
-    scores = compute_token_logprobs(
-        forward, token_ids.to(get_local_device()), mask, temperature=1.0
-    )
-    return -scores.logprobs.sum()

@@ -20,6 +20,7 @@ from transformers import (
 from benchmarks.memory import GIB, count_peaks, make_config
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.memory.memory_model import estimate_worker_memory
+from streamrl.engines.memory.training_memory import TransientMemory, estimate_transient_memory
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.trainer_config import TrainerConfig
 from tests import forked
@@ -186,26 +187,39 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing(pat
     assert on_gpu.activations == 10 * 4 * 17 * hidden + head
 
 
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+DENSE = Qwen2Config(**SIZES, **HEADS, intermediate_size=2048, architectures=["Qwen2ForCausalLM"])
+# The first layer of each mixture is dense.
+MIXTURE = Qwen3MoeConfig(
+    **SIZES,
+    **HEADS,
+    **{"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 2048},
+    mlp_only_layers=[0],
+    architectures=["Qwen3MoeForCausalLM"],
+)
+SHARED_EXPERTS = DeepseekV3Config(
+    **SIZES,
+    **{"n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 2048},
+    **{"n_shared_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    architectures=["DeepseekV3ForCausalLM"],
+)
+
+
 @pytest.mark.parametrize(
-    ("is_mixture", "tensor_parallel", "whole"),
-    [(False, 1, 0), (False, 2, 1024), (True, 1, 3 * 2048), (True, 2, 3 * 1024)],
-    ids=["chunked", "tensor parallel", "mixture", "mixture of parallel experts"],
+    ("config", "tensor_parallel", "whole"),
+    [
+        pytest.param(DENSE, 1, 0, id="chunked"),
+        pytest.param(DENSE, 2, 1024, id="tensor parallel"),
+        pytest.param(MIXTURE, 1, 3 * 2048, id="mixture"),
+        pytest.param(MIXTURE, 2, 3 * 1024, id="mixture of parallel experts"),
+        pytest.param(SHARED_EXPERTS, 1, 5 * 2048, id="mixture with shared experts"),
+    ],
 )
 def test_the_recomputed_layer_has_its_whole_mlp_where_no_chunks_are_possible(
-    tmp_path: Path, is_mixture: bool, tensor_parallel: int, whole: int
+    tmp_path: Path, config: PreTrainedConfig, tensor_parallel: int, whole: int
 ):
     hidden, tokens = 64, 10
-    sizes = {"hidden_size": hidden, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    config: PreTrainedConfig
-    if is_mixture:
-        # The first layer is dense.
-        experts = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 2048}
-        config = Qwen3MoeConfig(**sizes, **heads, **experts, mlp_only_layers=[0])
-        config.architectures = ["Qwen3MoeForCausalLM"]
-    else:
-        config = Qwen2Config(**sizes, **heads, intermediate_size=2048)
-        config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(tmp_path)
     trainer = TrainerConfig(
         backend="torch",
@@ -221,24 +235,8 @@ def test_the_recomputed_layer_has_its_whole_mlp_where_no_chunks_are_possible(
     assert twice - once == tokens * 4 * (2 * hidden + layer + logits)
 
 
-def test_a_token_passes_through_shared_experts_too(tmp_path: Path):
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "n_routed_experts": 4}
-    experts = {"num_experts_per_tok": 3, "moe_intermediate_size": 2048}
-    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    activations = []
-    for num_shared in (1, 2):
-        config = DeepseekV3Config(**sizes, **experts, **groups, n_shared_experts=num_shared)
-        config.architectures = ["DeepseekV3ForCausalLM"]
-        config.save_pretrained(tmp_path)
-        trainer = TrainerConfig(backend="torch", gradient_checkpointing=True)
-        activations.append(estimate_memory(str(tmp_path), trainer, tokens=10).activations)
-    assert activations[1] - activations[0] == 10 * 4 * 4 * 2048
-
-
 def test_activations_of_a_gated_mlp_are_as_measured_on_a_gpu(tmp_path: Path):
     """1.5 B parameters in bfloat16 took 3.07 MB more of a GPU for each token of a micro-batch."""
-    from transformers import Qwen2Config
-
     sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
     heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936}
     Qwen2Config(**sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
@@ -289,6 +287,54 @@ def test_the_counted_peak_of_a_large_vocabulary_is_estimated(
         trainer = TrainerConfig(dtype="bfloat16", gradient_checkpointing=setting, zero_stage=1)
         memory = estimate_memory(str(tmp_path), trainer, tokens=tokens, on_gpu=True)
         assert 0.8 * counted[case] < memory.activations / GIB < 1.5 * counted[case]
+
+
+MILLION = 1_000_000
+#: A model of 200 M elements, four buckets, with a parameter of 10 M.
+TRAINED, LARGEST = 200 * MILLION, 10 * MILLION
+
+
+def estimate_transient(*, on_gpu: bool = False, **settings: Any) -> TransientMemory:
+    trainer = TrainerConfig(**{"dtype": "float32", **settings})
+    itemsize = 2 if trainer.dtype == "bfloat16" else 4
+    return estimate_transient_memory(
+        trainer, trained=TRAINED, largest=LARGEST, itemsize=itemsize, on_gpu=on_gpu
+    )
+
+
+def test_torch_adamw_takes_roots_of_one_parameter_on_a_cpu_and_of_all_on_a_gpu():
+    assert estimate_transient(backend="torch") == TransientMemory(update=2 * 4 * LARGEST)
+    assert estimate_transient(backend="torch", on_gpu=True) == TransientMemory(update=4 * TRAINED)
+    assert estimate_transient(zero_stage=0, world_size=2) == estimate_transient(backend="torch")
+
+
+@pytest.mark.parametrize(
+    ("settings", "held", "backward", "update"),
+    [
+        # A flat tensor of all gradients, which are then freed, and two more of its size.
+        ({"zero_stage": 1}, 0, 0, 1600),
+        # A bucket of 200 MB and its copy.
+        ({"zero_stage": 1, "world_size": 4}, 0, 0, 400),
+        # The bucket exists from the first backward pass on; a GPU only needs the square roots.
+        ({"zero_stage": 1, "on_gpu": True}, 200, 0, 800),
+        # And a new shard of 200 MB, which is added to the accumulated one.
+        ({"zero_stage": 2, "world_size": 4}, 0, 600, 400),
+        ({"zero_stage": 3, "world_size": 4}, 200, 200, 600),
+        ({"zero_stage": 3, "world_size": 4, "on_gpu": True}, 200, 200, 400),
+    ],
+)
+def test_zero_reduces_in_buckets_and_updates_a_flat_tensor(
+    settings: dict[str, Any], held: int, backward: int, update: int
+):
+    assert estimate_transient(**settings) == TransientMemory(
+        held * MILLION, backward * MILLION, update * MILLION
+    )
+
+
+def test_zero_1_in_bfloat16_keeps_gradients_twice_and_no_bucket():
+    memory = estimate_transient(zero_stage=1, world_size=2, dtype="bfloat16")
+    assert memory == TransientMemory(between_micro_batches=2 * TRAINED, update=4 * TRAINED)
+    assert estimate_transient(zero_stage=3, dtype="bfloat16").between_micro_batches == 100 * MILLION
 
 
 SLACK = 1.25

@@ -27,10 +27,10 @@ from streamrl.weights.parameters import (
     ParameterSet,
     build_full_weights,
 )
-from tests.engines.conftest import ONE, SHARDED, parametrize_layouts
-from tests.engines.plain_step import PlainOptimizer, plain_loss
+from tests.engines.conftest import parametrize_layouts
+from tests.engines.plain_step import PlainOptimizer, measure_max_difference, plain_loss
 from tests.engines.tiny_qwen import VOCABULARY, tiny_model
-from tests.engines.trainer_layouts import LAYOUTS
+from tests.engines.trainer_layouts import LAYOUTS, ONE, SHARDED
 from tests.engines.trainer_ranks import (
     GROUPS,
     LORA,
@@ -70,11 +70,6 @@ def logits_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Callable[[Tens
         return logits
 
     return run
-
-
-def measure_max_difference(tensors, expected) -> float:
-    assert tensors.keys() == expected.keys()
-    return max((tensors[name] - expected[name]).abs().max().item() for name in expected)
 
 
 def keep_adapters(published):

@@ -95,16 +95,6 @@ def test_every_family_has_the_scores_and_gradients_of_padded_rows(family: str):
     torch.testing.assert_close(differentiate(pack(model), *rows), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_other_rows_of_a_pack_do_not_change_a_row(qwen: PreTrainedModel):
-    ids, mask = make_rows(LENGTHS)
-    others = make_rows(LENGTHS, seed=1)[0]
-    others[1] = ids[1]
-    first, second = (score(pack(qwen), rows, mask).logprobs[1] for rows in (ids, others))
-    assert torch.equal(first, second)
-    alone = score(pack(qwen), ids[1:2], mask[1:2]).logprobs[0]
-    torch.testing.assert_close(alone, first, atol=1e-5, rtol=1e-5)
-
-
 def test_the_model_computes_no_padding(qwen: PreTrainedModel):
     ids, mask = make_rows(LENGTHS)
     shapes = []

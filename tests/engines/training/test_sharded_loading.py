@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from streamrl.engines.checkpoint import sharded_state
 from streamrl.engines.models.forward import load_model
 from streamrl.engines.models.stored_weights import StoredWeights
-from streamrl.engines.training import model_trainer
 from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import WEIGHTS_FILE, WEIGHTS_INDEX, list_weight_files
@@ -92,7 +92,7 @@ def test_a_missing_parameter_is_an_error_on_the_meta_device_too(tmp_path: Path):
 def test_a_checkpoint_larger_than_a_file_has_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(model_trainer, "MAX_FILE_BYTES", 50_000)
+    monkeypatch.setattr(sharded_state, "MAX_FILE_BYTES", 50_000)
     save(tiny_model(tied=True, seed=1), tmp_path / "base")
     base = load_model(str(tmp_path / "base"), dtype=torch.float32)
     for _ in range(2):  # The second time over the first one's files.
