@@ -1,7 +1,7 @@
 """Config section `data`: prompt files, reading options, limits of prompts."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,8 +96,18 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_rules(self, "data.")
-        check_stream_weights(self.train_files, key="data.train")
-        check_eval_files(self.eval_files, key="data.eval")
+        train, named = self.train_files, dict[str, DataFile]()
+        unweighted = [file for file in train if file.weight is None]
+        if 0 < len(unweighted) < len(train):
+            key = unweighted[0].key
+            raise ConfigError(f"{key}.weight: missing; give all files a weight, or none")
+        for file in self.eval_files:
+            if file.weight is not None:
+                key = f"{file.key}.weight={file.weight:g}"
+                raise ConfigError(f"{key}: evaluation uses every row; remove the weight")
+            if (other := named.setdefault(file.name, file)) is not file:
+                key = f"{file.key}.name={file.name}"
+                raise ConfigError(f"{key}: already the name of {other.key}; choose another")
 
     @property
     def train_files(self) -> tuple[DataFile, ...]:
@@ -161,28 +171,6 @@ def parse_data_files(value: Any, *, key: str) -> tuple[DataFile, ...]:
     if not isinstance(value, list | tuple):
         return (_parse_data_file(value, key),)
     return tuple(_parse_data_file(entry, f"{key}[{i}]") for i, entry in enumerate(value))
-
-
-def check_stream_weights(files: Sequence[DataFile], *, key: str) -> None:
-    has_weight = [file.weight is not None for file in files]
-    if any(has_weight) and not all(has_weight):
-        i = has_weight.index(False)
-        raise ConfigError(f"{key}[{i}].weight: missing; give all files a weight, or none")
-
-
-def check_eval_files(files: Sequence[DataFile], *, key: str) -> None:
-    names: list[str] = []
-    for i, file in enumerate(files):
-        if file.weight is not None:
-            raise ConfigError(
-                f"{key}[{i}].weight={file.weight:g}: evaluation uses every row; remove the weight"
-            )
-        if file.name in names:
-            other = names.index(file.name)
-            raise ConfigError(
-                f"{key}[{i}].name={file.name}: already the name of {key}[{other}]; choose another"
-            )
-        names.append(file.name)
 
 
 def make_paths_absolute(value: Any) -> Any:

@@ -3,7 +3,6 @@
 Each row becomes a prompt, or the reason to skip it.
 """
 
-import copy
 import hashlib
 import os
 import reprlib
@@ -186,11 +185,6 @@ class PromptFile:
     def __iter__(self) -> Iterator[ClassifiedRow]:
         for start in range(0, len(self.table), RENDER_BATCH_ROWS):
             yield from self.make_prompts(self.indices[start : start + RENDER_BATCH_ROWS])
-
-    def with_limits(self, limits: PromptLimits) -> "PromptFile":
-        limited = copy.copy(self)
-        limited.limits = limits
-        return limited
 
     @property
     def settings_text(self) -> str:

@@ -10,6 +10,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -196,8 +197,9 @@ def _classify_file(
     if max_sampled_tokens is not None:
         with_margin = int(min(math.ceil(longest * LENGTH_MARGIN), max_sampled_tokens))
         limit = min(limit, max(longest, with_margin))
-    limited = file.with_limits(replace(limits, max_tokens=limit))
-    return TrainingFile(limited, limited.indices, False, counts, longest, mean)
+    limited = copy(file)
+    limited.limits = replace(limits, max_tokens=limit)
+    return TrainingFile(limited, file.indices, False, counts, longest, mean)
 
 
 def choose_rows(

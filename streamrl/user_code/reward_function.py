@@ -22,20 +22,25 @@ CallArguments = dict[str, Any]
 class SignatureStyle:
     """A supported signature of reward functions, recognized by parameter names.
 
-    signature: signature as text, for messages.
-    marker_parameters: required parameters that identify the style.
-    offered_parameters: parameters that a function may declare; None: also any column of the row.
+    function: usual name of such a function, for messages.
+    parameters: parameters that a function may declare.
+    markers: those of them that identify the style; a function must take them.
     build_arguments: makes the arguments of a call from a prompt and its completions.
     is_per_group: a call receives all completions of a prompt, else a single completion.
-    can_abstain: the function may return None for a completion.
+    takes_columns: a function may declare any column of the row, too, and may return None for a
+        completion.
     """
 
-    signature: str
-    marker_parameters: frozenset[str]
-    offered_parameters: frozenset[str] | None
+    function: str
+    parameters: tuple[str, ...]
+    markers: tuple[str, ...]
     build_arguments: Callable[[Prompt, Sequence[str]], CallArguments]
     is_per_group: bool = False
-    can_abstain: bool = False
+    takes_columns: bool = False
+
+    @property
+    def signature(self) -> str:
+        return f"{self.function}({', '.join(self.parameters)}{', **columns' * self.takes_columns})"
 
 
 def _build_streamrl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArguments:
@@ -75,33 +80,31 @@ def _build_trl_arguments(prompt: Prompt, completions: Sequence[str]) -> CallArgu
 
 SIGNATURE_STYLES = (
     SignatureStyle(
-        "score(prompt, completion)",
-        marker_parameters=frozenset({"prompt", "completion"}),
-        offered_parameters=frozenset({"prompt", "completion"}),
+        "score",
+        ("prompt", "completion"),
+        markers=("prompt", "completion"),
         build_arguments=_build_streamrl_arguments,
     ),
     SignatureStyle(
-        "compute_score(data_source, solution_str, ground_truth, extra_info)",
-        marker_parameters=frozenset({"solution_str", "ground_truth"}),
-        offered_parameters=frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
+        "compute_score",
+        ("data_source", "solution_str", "ground_truth", "extra_info"),
+        markers=("solution_str", "ground_truth"),
         build_arguments=_build_verl_arguments,
     ),
     SignatureStyle(
-        "compute_score(data_sources, solution_strs, ground_truths, extra_infos)",
-        marker_parameters=frozenset({"solution_strs", "ground_truths"}),
-        offered_parameters=frozenset(
-            {"data_sources", "solution_strs", "ground_truths", "extra_infos"}
-        ),
+        "compute_score",
+        ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+        markers=("solution_strs", "ground_truths"),
         build_arguments=_build_verl_batch_arguments,
         is_per_group=True,
     ),
     SignatureStyle(
-        "f(prompts, completions, **columns)",
-        marker_parameters=frozenset({"completions"}),
-        offered_parameters=None,
+        "f",
+        ("prompts", "completions"),
+        markers=("completions",),
         build_arguments=_build_trl_arguments,
         is_per_group=True,
-        can_abstain=True,
+        takes_columns=True,
     ),
 )
 
@@ -155,11 +158,9 @@ def _match_style(code: FileFunction, kwargs: Mapping[str, Any]) -> SignatureStyl
                 f"rewards.kwargs.{key}: {code.name} in {code.file} has no such parameter"
             )
     for style in SIGNATURE_STYLES:
-        fits = (
-            style.offered_parameters is None
-            or code.required_names - kwargs.keys() <= style.offered_parameters
-        )
-        if style.marker_parameters <= code.keyword_names - kwargs.keys() and fits:
+        others = code.required_names - kwargs.keys() - {*style.parameters}
+        fits = style.takes_columns or not others
+        if fits and {*style.markers} <= code.keyword_names - kwargs.keys():
             return style
     signatures = "; ".join(style.signature for style in SIGNATURE_STYLES)
     raise ConfigError(
@@ -288,7 +289,7 @@ class UserFunction:
 
         Optional keys: `acc` is the pass flag, `pred` or `answer` the extracted answer.
         """
-        if result is None and self._style.can_abstain:
+        if result is None and self._style.takes_columns:
             return RewardResult.make_not_judged()
         fields: Mapping[str, Any] = result if isinstance(result, dict) else {"score": result}
         score = to_finite_float(fields.get("score"))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.errors import ConfigError
+from omegaconf import MISSING
+
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.reward import RewardSpec, WorkerOptions, WorkerReward
 from streamrl.user_code.reward_function import FunctionCallSpec, FunctionSource
@@ -18,7 +19,7 @@ class FunctionOptions(WorkerOptions):
     kwargs: constant keyword arguments of every call.
     """
 
-    path: str = ""
+    path: str = MISSING
     function: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -32,8 +33,6 @@ class FunctionReward(WorkerReward):
 
     def __init__(self, spec: RewardSpec[FunctionOptions]) -> None:
         options = spec.options
-        if not options.path:
-            raise ConfigError("rewards.path: missing; kind function requires a path")
         kwargs = tuple(options.kwargs.items())
         source = FunctionSource(options.path, options.function or spec.name, kwargs)
         super().__init__("streamrl.user_code.reward_function:make_reward_handler", source, spec)

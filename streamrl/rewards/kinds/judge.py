@@ -310,13 +310,11 @@ class JudgeReward(Reward):
         self.validate_prompt(prompt)
         template, texts = self._options.template, [_write_completion(c, part) for c in completions]
         requests = [_fill_template(template, prompt, text) for text in texts]
-        return await map_concurrently(self._judge_text, requests, most=len(requests))
-
-    async def _judge_text(self, text: str) -> RewardResult:
-        result: RewardResult = await retry_infra_errors(
-            lambda: self._judge_once(text), self._options.attempts
+        return await map_concurrently(
+            lambda text: retry_infra_errors(lambda: self._judge_once(text), self._options.attempts),
+            requests,
+            most=len(requests),
         )
-        return result
 
     async def _judge_once(self, text: str) -> RewardResult:
         """Request a judgment. Raises RewardInfraError for a response cut or without a number."""

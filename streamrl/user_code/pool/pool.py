@@ -355,9 +355,10 @@ class ProcessPool(Generic[ProcessT]):
     async def _check_limits(self, process: PooledProcess[ProcessT]) -> None:
         limit = self._settings.memory_bytes
         if limit < math.inf:
-            describe, pid = self._process_table.describe_excess, process.process.pid
-            if excess := await asyncio.to_thread(describe, pid, int(limit)):
-                self._kill(process, "memory", WorkerMemoryError(excess))
+            measure, pid = self._process_table.measure_tree_memory, process.process.pid
+            if (used := await asyncio.to_thread(measure, pid)) > limit:
+                sizes = f"used {used >> 20} MiB, the limit is {int(limit) >> 20} MiB"
+                self._kill(process, "memory", WorkerMemoryError(f"worker process {sizes}"))
         self.check(process)
 
     async def close(self) -> None:

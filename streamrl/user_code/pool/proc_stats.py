@@ -44,13 +44,6 @@ class ProcessTable:
             pending += children.get(pid, ())
         return total
 
-    def describe_excess(self, root: int, limit_bytes: int) -> str:
-        """Return by how much a worker's process tree exceeds the limit, as text; "" if it fits."""
-        used_bytes = self.measure_tree_memory(root)
-        if used_bytes <= limit_bytes:
-            return ""
-        return f"worker process used {used_bytes >> 20} MiB, the limit is {limit_bytes >> 20} MiB"
-
     def _refresh_children(self) -> Mapping[int, Sequence[int]]:
         """Return child pids by parent pid; scan /proc again if the last scan is too old."""
         with self._refresh_lock:
