@@ -330,7 +330,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cli/main.py",
         "_print_error(str(error), EXIT_BAD_INPUT)",
         "_print_error(str(error), EXIT_FAILED)",
-        "tests/cli/test_config.py",
+        "tests/cli/test_bad_input.py -k bad_command_line",
     ),
     # user_code, rewards
     Mutant(

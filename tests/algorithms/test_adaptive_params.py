@@ -57,6 +57,7 @@ LIMITED = AlgorithmConfig(name="safe_rlhf", params={"cost_limit": 0.2, "lagrange
         (0.0, math.exp(-0.5 * 0.2)),
         (1e9, 5.0),  # lagrange_max
         (-1e9, 0.0),
+        (math.inf, 5.0),
     ],
 )
 def test_the_multiplier_rises_while_the_cost_exceeds_its_limit(cost, multiplier):

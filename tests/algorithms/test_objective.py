@@ -183,24 +183,25 @@ def compute_loss(config, **changes):
     return loss.item(), {name: value.item() for name, value in sums.items()}
 
 
-def test_grpo_loss_by_hand():
-    # Row 0: -1.2 (clipped), -1, -0.5 over 3 tokens; row 1: 2 over 1 token.
-    loss, sums = compute_loss(AlgorithmConfig())
-    assert loss == pytest.approx(-2.7 / 3 + 2.0)
-    assert (sums["clipped_sum"], sums["num_tokens"], sums["num_rollouts"]) == (1, 4, 2)
-
-
-def test_dapo_loss_by_hand():
-    assert compute_loss(AlgorithmConfig(name="dapo"))[0] == pytest.approx(-1.28 - 1 - 0.5 + 2.0)
-
-
-def test_prompt_mean_by_hand():
-    # One group of four tokens.
-    config = AlgorithmConfig(name="dapo", loss_aggregation="prompt-mean")
+@pytest.mark.parametrize(
+    ("config", "expected", "divisor"),
+    [
+        # Row 0: -1.2 (clipped), -1, -0.5 over 3 tokens; row 1: 2 over 1 token.
+        (AlgorithmConfig(), -2.7 / 3 + 2.0, 2),
+        (AlgorithmConfig(name="dapo"), -1.28 - 1 - 0.5 + 2.0, 4),
+        # One group of four tokens.
+        (
+            AlgorithmConfig(name="dapo", loss_aggregation="prompt-mean"),
+            (-1.28 - 1 - 0.5 + 2.0) / 4,
+            1,
+        ),
+    ],
+)
+def test_loss_and_denominator_by_hand(config, expected, divisor):
     loss, sums = compute_loss(config)
-    assert loss == pytest.approx((-1.28 - 1 - 0.5 + 2.0) / 4)
-    assert sums["num_groups"] == 1
-    assert make_settings(config).compute_loss_denominator(sums) == 1
+    assert loss == pytest.approx(expected)
+    assert (sums["clipped_sum"], sums["num_tokens"], sums["num_rollouts"]) == (1, 4, 2)
+    assert make_settings(config).compute_loss_denominator(sums) == divisor
 
 
 def test_prompt_mean_counts_groups_before_rejection():

@@ -33,14 +33,6 @@ def test_a_rows_defaults_fill_only_null_settings():
     assert chosen == dataclasses.replace(dapo, clip_high=0.5, dual_clip=3.0)
 
 
-def test_every_row_needs_only_its_name_as_config():
-    settings = {name: make_settings(AlgorithmConfig(name=name)) for name in ALGORITHMS}
-    assert {row_settings.max_length for row_settings in settings.values()} == {9}
-    assert {name: row_settings.params for name, row_settings in settings.items()} == {
-        name: row.params for name, row in ALGORITHMS.items()
-    }
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_groups_of_equal_scores_teach_nothing_if_an_algorithm_needs_two_rollouts(name: str):
     step = make_step()

@@ -8,7 +8,6 @@ from math import exp
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from streamrl.algorithms.math import losses
@@ -21,8 +20,6 @@ CLIP = {"clip_low": LOW, "clip_high": HIGH}
 NEAR, FAR, CAP = 0.05, 0.08, 1.3
 DPPO = {"low": NEAR, "high": FAR, "cap": CAP}
 COEF, VALUE_CLIP = 0.7, 0.5
-SEEDS = st.integers(0, 9999)
-
 Loss = Callable[[Batch], Tensor]
 
 

@@ -1,7 +1,6 @@
 """KL estimators, and the adaptive coefficient."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.config import KL_KINDS
-from streamrl.algorithms.math.tokens import adapt_kl_coef, kl_estimate
+from streamrl.algorithms.math.tokens import kl_estimate
 from tests.algorithms.ragged import gradient
 
 
@@ -61,21 +60,3 @@ def test_only_k2_and_plus_kinds_have_the_gradient_of_the_kl_divergence(weights, 
         expected = {"k1": torch.zeros(4).double(), "k3": reverse}.get(kind, forward)
         if kind != "abs":
             torch.testing.assert_close(mean, expected, atol=1e-9, rtol=0)
-
-
-ADAPTATION: dict[str, Any] = {"target": 0.1, "num_rollouts": 1000}
-
-
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [
-        (0.1, 0.5),  # at the target
-        (0.11, 0.505),  # 10 % above the target, for a tenth of the horizon: 1 % more
-        (0.09, 0.495),
-        (0.3, 0.51),  # the error is clamped to 20 %
-        (0.0, 0.49),
-        (-0.3, 0.49),
-    ],
-)
-def test_adaptive_kl_coef_by_hand(kl, expected):
-    assert adapt_kl_coef(0.5, kl, **ADAPTATION) == pytest.approx(expected)

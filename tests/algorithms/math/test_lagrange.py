@@ -1,12 +1,9 @@
 """Rewards under a cost limit."""
 
-import math
-
 import pytest
 import torch
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.adaptive_params import adapt_multiplier
 from streamrl.algorithms.math.advantages import lagrangian_advantages
 from streamrl.algorithms.objective import derive_group_columns
 from tests.algorithms.steps import make_settings, make_step
@@ -16,14 +13,6 @@ def test_lagrangian_advantages_by_hand():
     reward, cost = torch.tensor([1.0, 0.0, -2.0]), torch.tensor([0.5, 1.0, 0.0])
     advantages = lagrangian_advantages(reward, cost, multiplier=3.0)
     torch.testing.assert_close(advantages, torch.tensor([(1 - 1.5) / 4, -3 / 4, -2 / 4]))
-
-
-def test_the_multiplier_stays_positive_and_bounded():
-    chosen = {"limit": 0.0, "lr": 0.1, "largest": 5.0}
-    assert adapt_multiplier(2.0, 1.0, **chosen) == pytest.approx(2 * math.exp(0.2))
-    assert adapt_multiplier(2.0, 0.0, **chosen) == 2.0
-    assert 0 < adapt_multiplier(2.0, -100.0, **chosen) < 1e-8
-    assert adapt_multiplier(2.0, math.inf, **chosen) == 5.0
 
 
 @pytest.mark.parametrize(

@@ -87,21 +87,6 @@ def test_aggregate_by_hand_and_only_prompt_mean_depends_on_groups(mode, expected
         assert loss.item() == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token-mean", 12),
-        ("seq-mean-token-sum", 5),
-        ("seq-mean-token-mean", 5),
-        ("seq-mean-token-sum-norm", 5 * 9),
-        ("prompt-mean", 2),
-    ],
-)
-def test_loss_denominator_by_hand(mode, expected):
-    counts = {"num_tokens": 12, "num_sequences": 5, "num_groups": 2, "max_length": 9}
-    assert compute_loss_denominator(mode, **counts) == expected
-
-
 @pytest.mark.parametrize("mode", LOSS_AGGREGATIONS)
 def test_masked_nan_reaches_neither_loss_nor_gradient(mode):
     tokens = torch.where(MASK, LOSSES, math.nan).requires_grad_()

@@ -3,12 +3,10 @@
 import math
 
 import torch
-from hypothesis import strategies as st
 
 from streamrl.algorithms.math.advantages import make_token_rewards, soft_overlong_penalty
 
 NAN = math.nan
-SEEDS = st.integers(0, 9999)
 
 
 def test_overlong_penalty_by_hand():
