@@ -36,11 +36,13 @@ def sink(tmp_path):
     return sink
 
 
-def test_a_span_is_a_complete_event_in_microseconds(sink, tmp_path):
+def test_spans_and_steps_are_events_in_microseconds(sink, tmp_path):
     sink.write_spans(SPANS)
-    first = events(tmp_path, "X")[0]
+    sink.log_step(3, full_row(3))
+    first, (instant,) = events(tmp_path, "X")[0], events(tmp_path, "i")
     assert (first["name"], first["ts"], first["dur"]) == ("generate", 100_000_000, 2_000_000)
     assert first["args"] == {"groups": 4}
+    assert (instant["name"], instant["s"], instant["ts"]) == ("step 3", "g", 104_000_000)
 
 
 def test_processes_and_lanes_have_names_and_nonzero_ids(sink, tmp_path):
@@ -54,12 +56,6 @@ def test_processes_and_lanes_have_names_and_nonzero_ids(sink, tmp_path):
     assert [e["pid"] for e in spans] == [pids[s.process] for s in SPANS]
     assert {(e["pid"], e["tid"]) for e in spans} < lanes
     assert len({tid for _, tid in lanes}) == len(lanes)
-
-
-def test_a_step_writes_an_instant_event(sink, tmp_path):
-    sink.log_step(3, full_row(3))
-    (instant,) = events(tmp_path, "i")
-    assert (instant["name"], instant["s"], instant["ts"]) == ("step 3", "g", 104_000_000)
 
 
 def test_the_file_is_valid_json_after_every_append(sink, tmp_path):

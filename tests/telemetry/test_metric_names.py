@@ -1,6 +1,5 @@
 import json
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -45,24 +44,25 @@ def test_a_name_that_is_not_in_the_contract_raises(name):
         validate_row({name: 1.0})
 
 
-def test_a_full_row_passes():
+def test_a_full_row_and_numbers_of_python_and_numpy_pass():
     validate_row(full_row(3))
-
-
-@pytest.mark.parametrize("value", [1, 0.5, math.nan, np.float32(0.5), np.int64(3)])
-def test_numbers_of_python_and_numpy_are_values(value):
-    validate_row({"reward/mean": value})
-
-
-@pytest.mark.parametrize("value", [True, "0.5", None, [1.0], Histogram((0, 1), (1,))])
-def test_other_types_are_rejected(value):
-    with pytest.raises(ValueError, match="must be a Real"):
+    for value in (1, 0.5, math.nan, np.float32(0.5), np.int64(3)):
         validate_row({"reward/mean": value})
 
 
-def test_a_histogram_metric_rejects_numbers():
-    with pytest.raises(ValueError, match="must be a Histogram"):
-        validate_row({"staleness/histogram": 1.0})
+BINS = Histogram((0, 1), (1,))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "value"),
+    [
+        *(("reward/mean", "Real", value) for value in (True, "0.5", None, [1.0], BINS)),
+        ("staleness/histogram", "Histogram", 1.0),
+    ],
+)
+def test_other_types_are_rejected(name, kind, value):
+    with pytest.raises(ValueError, match=f"must be a {kind}"):
+        validate_row({name: value})
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,9 @@ def test_an_invalid_histogram_raises(edges, counts, rule):
         Histogram(edges, counts)
 
 
-def test_a_histogram_of_integers_has_a_bin_for_each():
+def test_a_histogram_of_integers_has_a_bin_for_each_up_to_the_maximum():
     assert Histogram.from_integer_counts({0: 5, 2: 1}) == Histogram((0, 1, 2, 3), (5, 0, 1))
-
-
-def test_a_histogram_of_integers_reaches_to_the_maximum_even_when_empty():
     assert Histogram.from_integer_counts({}, maximum=2) == Histogram((0, 1, 2, 3), (0, 0, 0))
-
-
-def test_a_negative_integer_raises():
     with pytest.raises(ValueError, match="-1 is negative"):
         Histogram.from_integer_counts({-1: 3})
 
@@ -96,12 +90,11 @@ def test_integer_counts_are_preserved(counts):
     assert sum(Histogram.from_integer_counts(counts).counts) == sum(counts.values())
 
 
-def test_a_histogram_survives_json_and_pickle():
+def test_a_histogram_survives_json():
     histogram = Histogram((0, 1.5, 3), (4, 5))
     text = json.dumps(histogram.to_json())
     assert text == '{"edges": [0, 1.5, 3], "counts": [4, 5]}'
     assert Histogram.from_json(json.loads(text)) == histogram
-    assert pickle.loads(pickle.dumps(histogram)) == histogram
 
 
 @pytest.mark.parametrize(

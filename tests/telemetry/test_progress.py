@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.telemetry.console import SPARKLINE_BLOCKS, RunProgress, render_sparkline
-from streamrl.telemetry.progress import WorkStatus, format_duration, format_number
+from streamrl.telemetry.progress import format_duration, format_number
 from tests.telemetry.rows import STAGES, full_row, make_run_info
 
 
@@ -14,18 +14,14 @@ def progress(tmp_path):
     return RunProgress(make_run_info(tmp_path, num_steps=10))
 
 
-def test_rewards_tokens_and_stages_are_collected_from_rows(progress):
+def test_rewards_tokens_and_stages_are_collected_from_rows_without_nan(progress):
     for step in (1, 2):
         progress.add_row(step, full_row(step))
+    row = full_row(3) | {"reward/mean": math.nan, "throughput/tokens_per_s": math.nan}
+    progress.add_row(3, row)
     assert progress.rewards == [0.1, 0.2]
     assert progress.num_tokens == 2 * 2.0 * 12_345.0
     assert progress.stages == list(STAGES)
-
-
-def test_nan_is_excluded_from_sums(progress):
-    row = full_row(1) | {"reward/mean": math.nan, "throughput/tokens_per_s": math.nan}
-    progress.add_row(1, row)
-    assert (progress.rewards, progress.num_tokens) == ([], 0.0)
 
 
 def test_all_values_of_an_evaluation_are_kept(progress):
@@ -81,20 +77,3 @@ def test_numbers_take_few_characters(value, digits, text):
 )
 def test_durations_are_formatted_like_a_clock(seconds, text):
     assert format_duration(seconds) == text
-
-
-def test_the_time_left_follows_from_the_count():
-    status = WorkStatus("evaluating version 3", 8, "prompts", elapsed_s=5.0)
-    assert status.description == "evaluating version 3: 0 of 8 prompts"
-    assert status.time_text == "0:05"
-    status.advance(2)
-    status.elapsed_s = 10.0
-    assert status.time_text == "0:30 left"
-
-
-def test_a_count_without_a_total_has_no_time_left():
-    status = WorkStatus("searching", unit="placements")
-    assert status.description == "searching"
-    status.advance(12345)
-    status.elapsed_s = 70.0
-    assert (status.description, status.time_text) == ("searching: 12,345 placements", "1:10")

@@ -3,7 +3,6 @@ import json
 import sys
 
 import pytest
-from omegaconf import OmegaConf
 from rich.console import Console
 
 from streamrl.errors import ConfigError
@@ -160,16 +159,3 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
 )
 def test_the_console_depends_on_the_output(kind, console, expected, tmp_path):
     assert isinstance(make_console(kind, make_run_info(tmp_path), console), expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"console": "loud"}, "telemetry.console=loud: must be one of auto, live, plain, none"),
-        ({"wandb": {"mode": "on"}}, "telemetry.wandb.mode=on: must be one of"),
-    ],
-)
-def test_an_invalid_setting_names_its_key(settings, message):
-    merged = OmegaConf.merge(OmegaConf.structured(TelemetryConfig), settings)
-    with pytest.raises(ConfigError, match=message):
-        OmegaConf.to_object(merged)

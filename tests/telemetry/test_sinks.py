@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.errors import ConfigError, DiskError
+from streamrl.errors import DiskError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.telemetry.sinks import JsonlSink
 from tests.virtual_time import ManualClock
@@ -99,13 +99,6 @@ def test_a_full_disk_at_the_start_raises_an_error_with_the_file(tmp_path, monkey
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(DiskError, match=r"metrics.jsonl cannot be written: No space"):
         started(tmp_path, is_resumed=True)
-
-
-def test_a_directory_with_a_run_is_an_error(tmp_path):
-    started(tmp_path).log_step(1, {"reward/mean": 0.1})
-    with pytest.raises(ConfigError, match="already holds a run"):
-        JsonlSink(tmp_path).start({})
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_the_base_models_evaluation_is_an_event_instead_of_a_row(tmp_path):

@@ -86,15 +86,19 @@ def services():
     return [c for c in psutil.Process().children() if c.name() == "wandb-core"]
 
 
-def test_an_offline_run_holds_every_metric_that_has_a_value(
+def test_an_offline_run_holds_every_metric_with_a_value_and_alerts(
     tmp_path, connections, capfd, program_log
 ):
     sink = started(tmp_path)
+    assert len(services()) == 1
     for step in (1, 2, 3):
         sink.log_step(step, full_row(step) | {"loss/value": math.nan})
     sink.log_event("drop", {"cause": "timeout"})
+    sink.log_event("stall", {"stage": "reward", "holder": "reward-0", "age_s": 301.5})
     sink.close({"steps": 3})
+    assert services() == []
     (run,) = written(tmp_path)
+    assert run.alerts == [("stall", "stage=reward, holder=reward-0, age_s=301.5")]
     assert [row["_step"] for row in run.rows] == [1, 2, 3]
     assert [row["reward/mean"] for row in run.rows] == pytest.approx([0.1, 0.2, 0.3])
     for row in run.rows:
@@ -107,23 +111,6 @@ def test_an_offline_run_holds_every_metric_that_has_a_value(
     assert run.run_name == "demo"
     assert connections == []
     assert "".join(capfd.readouterr()) == "" == program_log.getvalue()
-
-
-def test_only_alert_events_become_wandb_alerts(tmp_path):
-    sink = started(tmp_path)
-    sink.log_event("drop", {"cause": "timeout"})
-    sink.log_event("stall", {"stage": "reward", "holder": "reward-0", "age_s": 301.5})
-    sink.log_step(1, full_row(1))
-    sink.close({})
-    (run,) = written(tmp_path)
-    assert run.alerts == [("stall", "stage=reward, holder=reward-0, age_s=301.5")]
-
-
-def test_closing_ends_all_wandb_processes(tmp_path):
-    sink = started(tmp_path)
-    assert len(services()) == 1
-    sink.close({})
-    assert services() == []
 
 
 def test_a_resumed_run_keeps_its_id(tmp_path):
