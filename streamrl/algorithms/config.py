@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -22,12 +22,7 @@ from streamrl.files.typed_settings import (
 )
 
 _SPEC_SETTINGS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "advantage_scale",
-    "single_rollout",
-    "gamma",
+    *("clip_low", "clip_high", "dual_clip", "advantage_scale", "single_rollout", "gamma"),
 )
 """Settings that only an algorithm's functions read; an algorithm may ignore them."""
 
@@ -182,66 +177,53 @@ class AlgorithmConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
 
     def __post_init__(self) -> None:
-        row = self.spec
-        if self.group_size < row.min_group_size:
-            raise ConfigError(
-                f"algorithm.group_size={self.group_size}: must be at least {row.min_group_size},"
-                f" because {self.name} compares the rollouts of a group"
-            )
-        self._check_values()
-        self._check_params()
-        self._check_combinations()
-
-    def _check_values(self) -> None:
-        """Check the values of the settings, also those that the row gives."""
         if unknown := self.spec.defaults.keys() - DEFAULT_SETTINGS.keys():
             raise ConfigError(
                 f"algorithm {self.name}: defaults contain {', '.join(sorted(unknown))}; allowed"
                 f" are {', '.join(DEFAULT_SETTINGS)}"
             )
+        # Values that the row gives obey the same rules.
         resolved = copy.copy(self)
         vars(resolved).update({key: self._resolve_setting(key) for key in DEFAULT_SETTINGS})
+        resolved.params = {**self.spec.params, **self.params}
         check_rules(resolved, "algorithm.")
+        check_conflicts(resolved, resolved._iter_conflicts(), "algorithm.")
 
-    def _check_params(self) -> None:
-        defaults = self.spec.params
-        for key, value in {**defaults, **self.params}.items():
-            if key not in defaults:
-                names = ", ".join(defaults) or "none"
-                raise ConfigError(
-                    f"algorithm.params.{key}={value}: unknown; params of {self.name}: {names}"
-                )
+    def _iter_conflicts(self) -> Iterator[Conflict]:
+        """Yield the rules on the algorithm's params, and on settings that exclude each other."""
+        row, kind = self.spec, str(self.kl_kind)
+        for key, value in self.params.items():
+            known = ", ".join(row.params) or "none"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value):
-                raise ConfigError(f"algorithm.params.{key}={value!r}: must be a number")
-            low, high = self.spec.limits.get(key, (-math.inf, math.inf))
-            if not low <= value <= high:
-                upper_limit = f" and at most {high}" if high < math.inf else ""
-                raise ConfigError(
-                    f"algorithm.params.{key}={value}: must be at least {low}{upper_limit}"
-                )
-
-    def _check_combinations(self) -> None:
-        kind, kl_in = self._resolve_setting("kl_kind"), self._resolve_setting("kl_in")
-        if kl_in == "reward" and kind.endswith("+"):
-            raise ConfigError(
-                f"algorithm.kl_kind={kind}: '+' changes only the gradient, which kl_in=reward does"
-                f" not use. Set algorithm.kl_kind={kind.removesuffix('+')}."
+            bounds = at_least(*row.limits.get(key, (-math.inf, math.inf)))
+            is_inside = is_number and math.isfinite(value) and bounds.holds(value)
+            yield key not in row.params, f"params.{key}", f"unknown; params of {self.name}: {known}"
+            yield not is_number, f"params.{key}", "must be a number"
+            yield not is_inside, f"params.{key}", str(bounds)
+        yield (
+            self.group_size < row.min_group_size,
+            "group_size",
+            f"must be at least {row.min_group_size}, because {self.name} compares the rollouts of a"
+            " group",
+        )
+        yield (
+            self.kl_in == "reward" and kind.endswith("+"),
+            "kl_kind",
+            "'+' changes only the gradient, which kl_in=reward does not use. Set"
+            f" algorithm.kl_kind={kind.removesuffix('+')}.",
+        )
+        yield (
+            self.kl_target is not None and not self.kl_coef,
+            "kl_target",
+            "needs algorithm.kl_coef above 0 as the initial weight",
+        )
+        for key, shapes_score in (("overlong_buffer", True), ("kl_coef", self.kl_in == "reward")):
+            yield (
+                shapes_score and vars(self)[key] and any(c.endswith("/*") for c in row.columns),
+                key,
+                f"{self.name} normalizes every reward separately, so a penalty on the score has no"
+                " effect. Set it to 0.",
             )
-        if self.kl_target is not None and not self.kl_coef:
-            raise ConfigError(
-                f"algorithm.kl_target={self.kl_target}: needs algorithm.kl_coef above 0 as the"
-                " initial weight"
-            )
-        if any(name.endswith("/*") for name in self.spec.columns):
-            shaped: dict[str, float] = {"overlong_buffer": self.overlong_buffer}
-            shaped |= {"kl_coef": self.kl_coef} if kl_in == "reward" else {}
-            for key, value in shaped.items():
-                if value:
-                    raise ConfigError(
-                        f"algorithm.{key}={value}: {self.name} normalizes every reward separately,"
-                        " so a penalty on the score has no effect. Set it to 0."
-                    )
 
     def check_unused_settings(self, read: Collection[str]) -> None:
         """Raise ConfigError if the user changed a setting that the algorithm does not read.
@@ -249,13 +231,10 @@ class AlgorithmConfig:
         `read`: names of the settings that the algorithm's functions read.
         """
         defaults = {setting.name: setting.default for setting in fields(self)}
-        for key in _SPEC_SETTINGS:
-            value = vars(self)[key]
-            if value != defaults[key] and key not in read:
-                raise ConfigError(
-                    f"algorithm.{key}={value} has no effect: {self.name} does not use it."
-                    " Remove it."
-                )
+        reason = f"has no effect: {self.name} does not use it. Remove it."
+        unused = [key for key in _SPEC_SETTINGS if key not in read]
+        conflicts = [(vars(self)[key] != defaults[key], key, reason) for key in unused]
+        check_conflicts(self, conflicts, "algorithm.")
 
     @property
     def spec(self) -> Algorithm:

@@ -13,9 +13,10 @@ import numpy as np
 import xxhash
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.config_args import add_file_options, read_file_options
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.data.chat_template import load_tokenizer
-from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE, DataConfig, DataFile
+from streamrl.data.config import DataConfig, DataFile
 from streamrl.data.prompt_file import ClassifiedRow, PromptFile, PromptLimits, RowStatus
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length, read_vocab_size
@@ -124,25 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="YAML file with the model, files and limits to use",
     )
-    add_file_arguments(parser)
+    add_file_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the reading options of prompt files: --prompt-key, --template, --split, ..."""
-    parser.add_argument(
-        "--prompt-key", metavar="COLUMN", help="prompt column (default: the config's, or prompt)"
-    )
-    parser.add_argument("--label-key", metavar="COLUMN", help="ground truth column")
-    parser.add_argument(
-        "--template",
-        metavar="NAME|FILE",
-        help=f"{MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a jinja file (default: {MODEL_TEMPLATE})",
-    )
-    parser.add_argument(
-        "--filter", metavar="FILE:FUNCTION", help="Python function that selects prompts"
-    )
-    parser.add_argument("--split", metavar="NAME", help="split of a directory with several")
 
 
 def parse_named_files(
@@ -152,14 +136,7 @@ def parse_named_files(
 
     data: config section with default options. Raises ConfigError for an option without a file.
     """
-    names = ("prompt_key", "label_key", "template", "filter", "split")
-    options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
-    if options and not paths:
-        name, value = next(iter(options.items()))
-        flag = name.replace("_", "-")
-        raise ConfigError(
-            f"--{flag}={value} has no effect: no file is named. Name one or remove it"
-        )
+    options = read_file_options(arguments, has_file=bool(paths))
     entries = [{"path": path, **options} for path in paths]
     return data.parse_files(entries, key="FILE")
 

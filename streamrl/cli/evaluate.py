@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.data import add_file_arguments, parse_named_files
+from streamrl.cli.arguments.config_args import add_file_options
+from streamrl.cli.data import parse_named_files
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.config import DataFile
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="prompt file, repeatable (default: data.eval of the run or config)",
     )
-    add_file_arguments(parser)
+    add_file_options(parser)
     sampling = parser.add_argument_group("sampling", "default: evaluation.* of the run or config")
     for name, (kind, metavar, text) in SAMPLING_OPTIONS.items():
         option = f"--{name.replace('_', '-')}"

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.config_args import ROW_OPTIONS, add_file_options, read_file_options
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.config import DataFile
 from streamrl.data.indexed_table import open_table
@@ -71,11 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="YAML file or run directory with the rewards to use",
     )
-    parser.add_argument(
-        "--prompt-key", metavar="COLUMN", help="prompt column (default: the config's, or prompt)"
-    )
-    parser.add_argument("--label-key", metavar="COLUMN", help="ground truth column")
-    parser.add_argument("--split", metavar="NAME", help="split to read from a dataset with several")
+    add_file_options(parser, ROW_OPTIONS)
     parser.add_argument(
         "--jsonl", action="store_true", help="print only the JSON lines, without a summary"
     )
@@ -107,11 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _choose_data_file(arguments: argparse.Namespace, config: ConfigSections) -> DataFile:
     """Return the named prompt file; options come from the command line, else the recipe."""
     files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
-    default = DataFile(arguments.rows)
-    names = ("prompt_key", "label_key", "split")
-    options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
-    named = files.get(arguments.rows) or files.get(str(Path(arguments.rows).absolute()), default)
-    return replace(named, **options)
+    named = files.get(arguments.rows) or files.get(str(Path(arguments.rows).absolute()))
+    options = read_file_options(arguments, has_file=True)
+    return replace(named or DataFile(arguments.rows), **options)
 
 
 def _load_score_config(

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
 from streamrl.files.bounded_read import open_regular_file, parse_json, wrap_file_errors
 from streamrl.messages import TokenSource, parse_uid
+from streamrl.telemetry.metric_names import to_json_value
 
 ROLLOUTS_FOLDER = "rollouts"
 SAMPLED = TokenSource.SAMPLED.name.lower()
@@ -262,24 +263,16 @@ def groups_to_json(groups: Sequence[RecordedGroup]) -> dict[str, Any]:
     """Return groups as JSON types, with mean and relative scores; null if not finite."""
     described = []
     for group in groups:
-        rollouts = [
-            {
-                **msgspec.to_builtins(rollout),
-                "score": _to_json_number(rollout.score),
-                "relative_score": _to_json_number(rollout.score - group.mean_score),
-                "advantage": None
-                if rollout.advantage is None
-                else _to_json_number(rollout.advantage),
-            }
-            for rollout in group.rollouts
-        ]
-        mean = _to_json_number(group.mean_score)
-        described.append({**msgspec.to_builtins(group), "mean_score": mean, "rollouts": rollouts})
+        mean = group.mean_score
+        rollouts = []
+        for rollout in group.rollouts:
+            numbers = {"score": rollout.score, "relative_score": rollout.score - mean}
+            numbers |= {} if rollout.advantage is None else {"advantage": rollout.advantage}
+            finite = {name: to_json_value(number) for name, number in numbers.items()}
+            rollouts.append(msgspec.to_builtins(rollout) | finite)
+        facts = {"mean_score": to_json_value(mean), "rollouts": rollouts}
+        described.append(msgspec.to_builtins(group) | facts)
     return {"groups": described}
-
-
-def _to_json_number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def select_prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:

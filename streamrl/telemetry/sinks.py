@@ -79,12 +79,6 @@ def load_run_id(run_dir: Path) -> str | None:
     return run_id
 
 
-def check_no_run(run_dir: Path) -> None:
-    """Raise ConfigError if the directory holds a run: new rows would mix with the old rows."""
-    if any((run_dir / name).exists() for name in (METRICS_FILE, EVENTS_FILE)):
-        raise ConfigError(f"{run_dir} already holds a run: resume it or name another")
-
-
 class JsonlSink(MetricsSink):
     """Sink that writes `metrics.jsonl` and `events.jsonl`, and flushes each line.
 
@@ -120,7 +114,10 @@ class JsonlSink(MetricsSink):
             # Leaves out a last line that a crash has torn.
             self._files = [self._replace(metrics, rows), self._replace(events, read_jsonl(events))]
         else:
-            check_no_run(metrics.parent)
+            if metrics.exists() or events.exists():  # new rows would mix with the old ones
+                raise ConfigError(
+                    f"{metrics.parent} already holds a run: resume it or name another"
+                )
             self._files = [self._replace(path, []) for path in self._paths]
 
     def _replace(self, path: Path, lines: Iterable[Mapping[str, Any]]) -> TextIO:

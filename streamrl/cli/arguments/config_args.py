@@ -1,12 +1,15 @@
-"""Arguments that several commands share: the config of a run, and the cluster of a finished run."""
+"""Arguments that several commands share: a run's config, prompt files, a finished run's cluster."""
 
 import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.config.run_config import RunConfig, load_config
+from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE
+from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 
 
@@ -27,6 +30,42 @@ def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     """Load a config from a YAML file or a run directory, and apply key=value overrides."""
     source = path / "config.yaml" if os.path.isdir(path) else path
     return load_config(source, overrides)
+
+
+FILE_OPTIONS = {
+    "prompt_key": ("COLUMN", "prompt column (default: the config's, or prompt)"),
+    "label_key": ("COLUMN", "ground truth column"),
+    "split": ("NAME", "split to read from a dataset with several"),
+    "template": (
+        "NAME|FILE",
+        f"{MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a jinja file (default: {MODEL_TEMPLATE})",
+    ),
+    "filter": ("FILE:FUNCTION", "Python function that selects prompts"),
+}
+"""Settings of a prompt file with command-line options: metavar and help."""
+ROW_OPTIONS = ("prompt_key", "label_key", "split")
+"""Settings of a file whose rows are not rendered for a model."""
+
+
+def add_file_options(
+    parser: argparse.ArgumentParser, names: Sequence[str] = tuple(FILE_OPTIONS)
+) -> None:
+    for name in names:
+        metavar, text = FILE_OPTIONS[name]
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=text)
+
+
+def read_file_options(arguments: argparse.Namespace, *, has_file: bool) -> dict[str, Any]:
+    """Return the given settings of prompt files. Raises ConfigError for one without a file."""
+    options = {name: vars(arguments).get(name) for name in FILE_OPTIONS}
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and not has_file:
+        name, value = next(iter(given.items()))
+        raise ConfigError(
+            f"--{name.replace('_', '-')}={value} has no effect: no file is named. Name one or"
+            " remove it"
+        )
+    return given
 
 
 def add_run_cluster_argument(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import islice
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.config_args import ROW_OPTIONS, add_file_options, read_file_options
 from streamrl.config.run_config import ConfigSections
 from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import check_row_environment, load_data_rows, make_prompt
@@ -43,11 +44,7 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=parse_nonempty, metavar="FILE", help="prompt file with the rows of episodes"
     )
-    parser.add_argument(
-        "--prompt-key", metavar="COLUMN", help="prompt column (default: the config's, or prompt)"
-    )
-    parser.add_argument("--label-key", metavar="COLUMN", help="ground truth column")
-    parser.add_argument("--split", metavar="NAME", help="split to read from a dataset with several")
+    add_file_options(parser, ROW_OPTIONS)
 
 
 def choose_environment(
@@ -83,15 +80,10 @@ def choose_data_file(
 
     Raises ConfigError for a reading option without a file.
     """
-    names = ("prompt_key", "label_key", "split")
-    options = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
-    if arguments.data is not None:
-        return replace(DataFile(arguments.data), **options)
     files = (*recipe.data.train_files, *recipe.data.eval_files) if recipe else ()
-    if options and not files:
-        name, value = next(iter(options.items()))
-        flag = name.replace("_", "-")
-        raise ConfigError(f"--{flag}={value} has no effect: no file is named; give --data")
+    if arguments.data is not None:
+        files = (DataFile(arguments.data),)
+    options = read_file_options(arguments, has_file=bool(files))
     return replace(files[0], **options) if files else None
 
 

@@ -3,6 +3,7 @@
 A chart without measurements is left out.
 """
 
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -264,12 +265,8 @@ def describe_event(event: Mapping[str, Any]) -> str:
     """Return an event in words, as HTML that Plotly shows: a line per field."""
     facts = {name: value for name, value in event.items() if name not in ("event", "time")}
     fields = [f"{name}: {shorten_text(str(value))}" for name, value in facts.items()]
-    return "<br>".join(map(escape_text, [str(event["event"]), *fields]))
-
-
-def escape_text(text: str) -> str:
-    """Return text that Plotly shows as it is: it renders some HTML tags in texts."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # Plotly renders some HTML tags in texts.
+    return "<br>".join(html.escape(text, quote=False) for text in (str(event["event"]), *fields))
 
 
 def shorten_text(text: str, limit: int = 120) -> str:
