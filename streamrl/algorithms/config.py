@@ -195,11 +195,11 @@ class AlgorithmConfig:
         for key, value in self.params.items():
             known = ", ".join(row.params) or "none"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_finite = is_number and math.isfinite(value)
             bounds = at_least(*row.limits.get(key, (-math.inf, math.inf)))
-            is_inside = is_number and math.isfinite(value) and bounds.holds(value)
             yield key not in row.params, f"params.{key}", f"unknown; params of {self.name}: {known}"
-            yield not is_number, f"params.{key}", "must be a number"
-            yield not is_inside, f"params.{key}", str(bounds)
+            yield not is_finite, f"params.{key}", "must be a number"
+            yield is_finite and not bounds.holds(value), f"params.{key}", str(bounds)
         yield (
             self.group_size < row.min_group_size,
             "group_size",

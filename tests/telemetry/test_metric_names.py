@@ -1,5 +1,6 @@
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,8 @@ def test_a_name_that_is_not_in_the_contract_raises(name):
 
 def test_a_full_row_and_numbers_of_python_and_numpy_pass():
     validate_row(full_row(3))
-    for value in (1, 0.5, math.nan, np.float32(0.5), np.int64(3)):
+    values: list[Any] = [1, 0.5, math.nan, np.float32(0.5), np.int64(3)]
+    for value in values:
         validate_row({"reward/mean": value})
 
 
