@@ -47,7 +47,7 @@ class FakeEpisodeGenerator(FakeGenerator):
             attempts=ATTEMPTS,
             max_turns=plan.max_turns,
             max_turn_tokens=MAX_TURN_TOKENS,
-            timeout_s=1e6,
+            episode_timeout_s=1e6,
         )
 
     def make_sample_function(self, stage: StageContext) -> SampleFunction:

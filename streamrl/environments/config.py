@@ -8,12 +8,10 @@ from typing import Annotated, Any, ClassVar
 
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import above, at_least, check_rules, suggest_nearest
+from streamrl.files.typed_settings import above, at_least, check_rules
 
 CLASS_KIND, OPENENV_KIND = "class", "openenv"
 """Kinds of environments: a class in a file of the user; a server of OpenEnv."""
-EXAMPLE_KINDS = ("gymnasium", "textarena", "textworld")
-"""Former kinds, which are classes in examples/text_games now."""
 
 SECTION = "environment"
 _NAME = re.compile(r"[\w-]+")
@@ -63,14 +61,10 @@ class EnvironmentSpec:
 
         section: config section of the spec, for errors.
         """
-        if self.kind in EXAMPLE_KINDS:
-            raise ConfigError(
-                f"{section}.kind={self.kind}: no such kind any more; name the class of"
-                f" examples/text_games/{self.kind}_game.py in {section}.path"
-            )
         if self.kind not in (CLASS_KIND, OPENENV_KIND):
-            hint = suggest_nearest(self.kind, (CLASS_KIND, OPENENV_KIND), noun="kind")
-            raise ConfigError(f"{section}.kind={self.kind}: no such kind of environment; {hint}")
+            raise ConfigError(
+                f"{section}.kind={self.kind}: must be one of {CLASS_KIND}, {OPENENV_KIND}"
+            )
         if self.path and self.kind != CLASS_KIND:
             raise ConfigError(
                 f"{section}.path={self.path}: needs {section}.kind={CLASS_KIND}, not {self.kind}"
@@ -133,7 +127,7 @@ class EnvironmentConfig(EnvironmentSpec):
     """
 
     def __post_init__(self) -> None:
-        check_rules(self, "environment.")
+        check_rules(self, f"{SECTION}.")
         if self.call_pattern and self.call_format != "regex":
             raise ConfigError(
                 f"environment.call_pattern: needs environment.call_format=regex, not"

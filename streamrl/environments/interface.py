@@ -10,9 +10,7 @@ observations. Environments see text and messages, never tokens.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
-
-from streamrl.messages import Prompt
+from typing import Any
 
 Message = Mapping[str, Any]
 """Chat message in OpenAI's form: role, content, and for tools tool_calls, tool_call_id, name."""
@@ -121,30 +119,3 @@ class EpisodeSummary:
         """Text of the policy's last turn; "" if there is none."""
         texts = [m["content"] for m in self.messages if m["role"] == "assistant"]
         return str(texts[-1] or "") if texts else ""
-
-
-class EnvironmentSession(Protocol):
-    """An episode's side of the environment. Every method but `close` raises EpisodeError."""
-
-    async def reset(self) -> ResetResult: ...
-
-    async def step(self, reply: Reply) -> EnvironmentStep: ...
-
-    async def score(self, episode: EpisodeSummary) -> float:
-        """Return the environment's score; the sum of the rewards if it has no own score."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class EnvironmentHosts(Protocol):
-    """Processes that run an environment's code; opens a session per episode."""
-
-    async def close(self) -> None: ...
-
-    def open_session(self, prompt: Prompt, *, seed: int) -> EnvironmentSession:
-        """Return a session that is not reset yet.
-
-        seed: seed of the environment, equal for all episodes of a group.
-        """
-        ...

@@ -252,7 +252,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ),
         ("environment.call_pattern=x", "call_pattern: needs environment.call_format=regex, not a"),
         ("rewards=[{kind: environment}]", "environment.path=: a reward of kind environment needs"),
-        ("environment.kind=gym", "environment.kind=gym: no such kind of environment; .* class"),
+        ("environment.kind=gym", "environment.kind=gym: must be one of class, openenv"),
         ("environment.options.size=4", "environment.options: needs environment.path, the file"),
         (
             "environment={path: a.py, options: {n: .inf}}",

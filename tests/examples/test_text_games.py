@@ -12,7 +12,6 @@ import yaml
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import Reply, Turn
-from streamrl.errors import ConfigError
 
 FOLDER = Path("examples/text_games")
 
@@ -80,9 +79,3 @@ def test_the_walkthrough_of_an_adventure_wins_its_full_score(tmp_path):
     assert [turn.reward for turn in turns] == [0.0, 0.5, 0.0, 0.5]
     assert [turn.done for turn in turns] == [False, False, False, True]
     game.close()
-
-
-@pytest.mark.parametrize("kind", ["gymnasium", "textarena", "textworld"])
-def test_the_former_kinds_name_their_examples(kind):
-    with pytest.raises(ConfigError, match=rf"kind={kind}: .* {FOLDER}/{kind}_game.py in"):
-        EnvironmentConfig(kind=kind)

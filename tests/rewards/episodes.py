@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from streamrl.environments.episodes.episode import Episode, EpisodeSample
+from streamrl.environments.interface import Message
 from streamrl.messages import FinishReason, Rollout, TokenSource, TurnOutcome
 
 Segment = tuple[TokenSource, str, int]
@@ -18,14 +19,15 @@ def make_episode(encode: Encode, *samples: Sequence[Segment], score: float = 0.0
     made = [_make_sample(encode, segments) for segments in samples]
     count = sum(len(sample.turn_ends) for sample in made)
     roles = {TokenSource.SAMPLED: "assistant", TokenSource.OBSERVATION: "tool"}
-    messages = [{"role": "user", "content": "?"}] + [
+    messages: list[Message] = [{"role": "user", "content": "?"}]
+    messages += [
         {"role": roles[kind], "content": text}
         for segments in samples
         for kind, text, _ in segments
         if kind in roles
     ]
     outcomes = [TurnOutcome.CALLED] * count
-    return Episode(made, [TURN_REWARD] * count, outcomes, [], score, messages)
+    return Episode(messages, [TURN_REWARD] * count, outcomes, [], score, made)
 
 
 def _make_sample(encode: Encode, segments: Sequence[Segment]) -> EpisodeSample:

@@ -33,7 +33,7 @@ from streamrl.environments.interface import (
     ResetResult,
     ToolSchema,
 )
-from streamrl.environments.rendering.conformance import check_template
+from streamrl.environments.rendering.conformance import list_template_notes
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import REGEX_FORMAT
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
@@ -56,7 +56,7 @@ def check_environments(
     fails at its reset `attempts` times, and a prompt that leaves no room for a turn.
     """
     renderer = load_turn_renderer(data, model_path)
-    notes = check_template(renderer).list_notes(config.max_samples)
+    notes = list_template_notes(renderer, config.max_samples)
     return [*notes, *asyncio.run(_check_classes(config, renderer, prompts))]
 
 
@@ -446,7 +446,7 @@ async def check_model(
 ) -> AsyncGenerator[Finding, None]:
     """Yield what a run with the model's chat template would refuse or note."""
     try:
-        for note in check_template(renderer).list_notes(config.max_samples):
+        for note in list_template_notes(renderer, config.max_samples):
             yield Finding("ok", "template", note)
         await check_class(config, renderer, prompts)
         yield Finding(

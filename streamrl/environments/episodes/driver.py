@@ -13,23 +13,22 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.episode import (
-    Episode,
-    EpisodeTokens,
-    episodes_to_columns,
-    find_turn_outcome,
+from streamrl.environments.episodes.episode import Episode, EpisodeTokens, episodes_to_columns
+from streamrl.environments.hosts.host_pool import (
+    EnvironmentHostPool,
+    HostedSession,
+    close_pools,
 )
 from streamrl.environments.interface import (
     CallOutcome,
-    EnvironmentHosts,
-    EnvironmentSession,
     EnvironmentStep,
     EpisodeSummary,
     Message,
@@ -47,7 +46,6 @@ from streamrl.messages import (
     Prompt,
     Rollout,
     TokenSource,
-    TurnOutcome,
     derive_continuation_seed,
     describe_prompt,
 )
@@ -178,23 +176,6 @@ def _now() -> float:
 
 
 @dataclass(frozen=True)
-class EpisodeLimits:
-    """Limits of an episode.
-
-    max_turn_tokens: most tokens of a turn. max_tokens: most tokens besides the row's prompt, as if
-        all turns were appended. max_samples: most samples.
-    timeout_s: most time in engine and environment, s; waits for a slot or for the devices do not
-        count.
-    """
-
-    max_turns: int
-    max_turn_tokens: int
-    max_tokens: int
-    timeout_s: float
-    max_samples: int = 1
-
-
-@dataclass(frozen=True)
 class EpisodeRequest:
     """Episode to run: the row's prompt, seeds of policy and environment, and how to sample.
 
@@ -219,21 +200,18 @@ class EpisodeRequest:
 class EpisodeState:
     """Running episode: what was said, sampled and earned so far, and the time that it took.
 
-    num_row_messages: number of `messages` that are the data row's.
+    num_row_messages: number of the episode's messages that are the data row's.
     elapsed_s: time in engine and environment, s; environment_s: of it, time in the environment.
     """
 
     request: EpisodeRequest
-    session: EnvironmentSession
-    messages: list[Message]
+    session: HostedSession
+    episode: Episode
     tools: Sequence[ToolSchema]
     tokens: EpisodeTokens
     num_row_messages: int
-    rewards: list[float] = field(default_factory=list)
-    turn_outcomes: list[TurnOutcome] = field(default_factory=list)
-    call_outcomes: list[CallOutcome] = field(default_factory=list)
-    elapsed_s: float = 0.0
-    environment_s: float = 0.0
+    elapsed_s: float
+    environment_s: float
 
     @contextmanager
     def measure_environment(self) -> Iterator[None]:
@@ -245,11 +223,6 @@ class EpisodeState:
         finally:
             self.elapsed_s += _now() - started
             self.environment_s += _now() - started
-
-    def add_turn(self, result: EnvironmentStep) -> None:
-        self.rewards.append(result.reward)
-        self.turn_outcomes.append(find_turn_outcome(result.outcomes))
-        self.call_outcomes += result.outcomes
 
 
 def make_environment_seed(seed: int, uid: str) -> int:
@@ -325,28 +298,31 @@ def translate_template_errors(prompt: Prompt) -> Iterator[None]:
 
 
 class EpisodeDriver:
-    """Runs episodes against an engine and the hosts of an environment.
+    """Runs episodes against an engine and the hosts of environments.
 
-    Use it only on the engine's event loop. attempts: attempts at an episode whose environment
+    Use it only on the engine's event loop. pools: hosts of each environment by name, which `close`
+    ends. max_turn_tokens: most tokens of a turn. attempts: attempts at an episode whose environment
     fails. meter: counts of the episodes of groups without a meter of their own.
     """
 
     def __init__(  # noqa: PLR0913
         self,
         sampler: TurnSampler,
-        hosts: EnvironmentHosts,
+        pools: Mapping[str, EnvironmentHostPool],
         renderer: TurnRenderer,
         call_format: CallFormat,
         *,
-        limits: EpisodeLimits,
+        config: EnvironmentConfig,
+        max_turn_tokens: int,
         slots: DecodeSlots,
         attempts: int,
     ) -> None:
         self._sampler = sampler
-        self._hosts = hosts
+        self._pools = pools
         self._renderer = renderer
         self._call_format = call_format
-        self._limits = limits
+        self._config = config
+        self._max_turn_tokens = max_turn_tokens
         self._slots = slots
         self._attempts = attempts
         self._stop_token_ids = tuple(sorted(renderer.end_token_ids))
@@ -383,7 +359,7 @@ class EpisodeDriver:
         episodes, failures = await self._run_all(requests, on_finished)
         if failures:
             raise failures[0]
-        return episodes_to_columns(episodes, may_split=self._limits.max_samples > 1)
+        return episodes_to_columns(episodes, may_split=self._config.max_samples > 1)
 
     async def run_evaluation(
         self,
@@ -405,7 +381,7 @@ class EpisodeDriver:
         episodes, failures = await self._run_all(requests)
         if not episodes:
             raise failures[0]
-        columns = episodes_to_columns(episodes, may_split=self._limits.max_samples > 1)
+        columns = episodes_to_columns(episodes, may_split=self._config.max_samples > 1)
         return columns, str(failures[0]) if failures else ""
 
     async def _run_all(
@@ -452,7 +428,8 @@ class EpisodeDriver:
 
         gate: that of the servers of the environment, which a reset finds open or opens.
         """
-        session = self._hosts.open_session(request.prompt, seed=request.environment_seed)
+        pool = self._pools[request.prompt.environment]
+        session = pool.open_session(request.prompt, seed=request.environment_seed)
         try:
             with request.meter.track_open():
                 async with gate.admit():
@@ -464,40 +441,33 @@ class EpisodeDriver:
             await session.close()
 
     async def _play_session(
-        self, request: EpisodeRequest, session: EnvironmentSession, start: ResetResult, age_s: float
+        self, request: EpisodeRequest, session: HostedSession, start: ResetResult, age_s: float
     ) -> Episode:
         """Run an episode from its reset, which took `age_s`, to its score. Raises EpisodeError."""
         no_room = (
             f"{describe_prompt(request.prompt)}: with the environment's tools and first observation"
-            f" environment.max_tokens={self._limits.max_tokens} leaves no room for a turn"
+            f" environment.max_tokens={self._config.max_tokens} leaves no room for a turn"
         )
-        if count_characters(start.messages) > MAX_CHARS_PER_TOKEN * self._limits.max_tokens:
+        if count_characters(start.messages) > MAX_CHARS_PER_TOKEN * self._config.max_tokens:
             raise EpisodeError(no_room)
         with translate_template_errors(request.prompt):
             messages, prompt_ids = render_start(self._renderer, request.prompt, start)
         row, _ = open_conversation(request.prompt.messages, start.messages)
         tokens = EpisodeTokens(prompt_ids)
-        state = EpisodeState(request, session, messages, start.tools, tokens, len(row))
-        state.elapsed_s = state.environment_s = age_s
+        episode = Episode(messages)
+        state = EpisodeState(request, session, episode, start.tools, tokens, len(row), age_s, age_s)
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(no_room)
         reason = None
         while reason is None:
             reason = await self._take_turn(state)
         # An environment that did not answer in time may still be busy: its score cannot be asked.
-        score = sum(state.rewards)
+        episode.score = sum(episode.turn_rewards)
         if reason is not FinishReason.TIMEOUT:
-            summary = EpisodeSummary(state.messages, state.rewards, reason.name.lower())
+            summary = EpisodeSummary(messages, episode.turn_rewards, reason.name.lower())
             with state.measure_environment():
-                score = await session.score(summary)
-        episode = Episode(
-            state.tokens.finish(reason),
-            state.rewards,
-            state.turn_outcomes,
-            state.call_outcomes,
-            score,
-            state.messages,
-        )
+                episode.score = await session.score(summary)
+        episode.samples = tokens.finish(reason)
         request.meter.add_episode(episode, environment_s=state.environment_s)
         return episode
 
@@ -510,22 +480,22 @@ class EpisodeDriver:
         turn_ids = state.tokens.append_turn(sampled).tolist()
         is_cut = sampled.finish_reason is FinishReason.LENGTH
         reply = self._call_format.parse(turn_ids, state.tools, is_cut=is_cut)
-        state.messages.append(make_assistant_message(reply))
+        state.episode.messages.append(make_assistant_message(reply))
         if is_cut:
-            state.add_turn(EnvironmentStep())
-            was_full = len(turn_ids) == self._limits.max_turn_tokens
+            state.episode.add_turn(EnvironmentStep())
+            was_full = len(turn_ids) == self._max_turn_tokens
             return FinishReason.LENGTH if was_full else FinishReason.TOKENS
         try:
-            async with asyncio.timeout(max(0.0, self._limits.timeout_s - state.elapsed_s)):
+            async with asyncio.timeout(max(0.0, self._config.episode_timeout_s - state.elapsed_s)):
                 with state.measure_environment():
                     result = await state.session.step(reply)
         except TimeoutError:
-            state.add_turn(EnvironmentStep(outcomes=[CallOutcome.TIMED_OUT]))
+            state.episode.add_turn(EnvironmentStep(outcomes=[CallOutcome.TIMED_OUT]))
             return FinishReason.TIMEOUT
-        state.add_turn(result)
+        state.episode.add_turn(result)
         if result.done:
             return FinishReason.STOP
-        if len(state.rewards) == self._limits.max_turns:
+        if len(state.episode.turn_rewards) == self._config.max_turns:
             return FinishReason.TURNS
         return self._append_observation(state, turn_ids, result.messages)
 
@@ -557,7 +527,7 @@ class EpisodeDriver:
             state.tokens.start_sample(rewritten, bridge)
         else:
             return FinishReason.TOKENS
-        state.messages += messages
+        state.episode.messages += messages
         return None
 
     def _render_rewritten(
@@ -567,21 +537,21 @@ class EpisodeDriver:
 
         messages: what the environment says after the last turn. bridge: their tokens.
         """
-        tokens, count = state.tokens, state.num_row_messages
-        if tokens.num_samples >= self._limits.max_samples:
+        tokens, said, count = state.tokens, state.episode.messages, state.num_row_messages
+        if tokens.num_samples >= self._config.max_samples:
             return None
         with translate_template_errors(state.request.prompt):
             return self._renderer.render_rewritten(
                 np.concatenate([tokens.token_ids, bridge.token_ids]),
-                state.messages[:count],
-                [*state.messages[count:], *messages],
+                said[:count],
+                [*said[count:], *messages],
                 state.tools if self._renderer.can_render_tools else (),
                 get_template_arguments(state.request.prompt),
             )
 
     def _get_most_tokens(self, state: EpisodeState) -> int:
         """Return the most tokens of a sample, the row's prompt included."""
-        return len(state.request.prompt.token_ids) + self._limits.max_tokens
+        return len(state.request.prompt.token_ids) + self._config.max_tokens
 
     def _count_free_tokens(self, state: EpisodeState) -> int:
         """Return how many tokens the episode may still grow by."""
@@ -598,7 +568,7 @@ class EpisodeDriver:
             request.compute(
                 uid=request.prompt.uid,
                 episode=request.index,
-                turn=len(state.rewards),
+                turn=len(state.episode.turn_rewards),
                 context=len(tokens.token_ids),
                 environment_s=state.environment_s,
             ) as span_facts,
@@ -608,7 +578,7 @@ class EpisodeDriver:
                 tokens.token_ids,
                 seeds=[derive_continuation_seed(request.seed, tokens.num_new_tokens)],
                 sampling=request.sampling,
-                max_new_tokens=min(self._limits.max_turn_tokens, self._count_free_tokens(state)),
+                max_new_tokens=min(self._max_turn_tokens, self._count_free_tokens(state)),
                 stop_token_ids=self._stop_token_ids,
             )
             # On shared devices the engine is suspended while others compute: a wait as well.
@@ -622,4 +592,4 @@ class EpisodeDriver:
     async def close(self) -> None:
         """End the hosts of the environment; `run_group` raises GenerationError from then on."""
         self._is_closed = True
-        await self._hosts.close()
+        await close_pools(self._pools)

@@ -1,11 +1,11 @@
 """Episodes as rows of a group: tokens with their source, ends and rewards of the turns."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from streamrl.environments.interface import CallOutcome, Message
+from streamrl.environments.interface import CallOutcome, EnvironmentStep, Message
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.errors import EpisodeError
 from streamrl.messages import (
@@ -33,11 +33,6 @@ SHOWN_TOKENS = 8
 """Tokens shown from the first difference of two prefixes."""
 
 
-def find_turn_outcome(outcomes: Sequence[CallOutcome]) -> TurnOutcome:
-    """Return the outcome of a turn from those of its calls: the worst, SPOKE without a call."""
-    return max((_TURN_OUTCOMES[outcome] for outcome in outcomes), default=TurnOutcome.SPOKE)
-
-
 @dataclass(frozen=True, eq=False)
 class EpisodeSample:
     """Training sample of an episode: all of its turns, or those after a rewritten conversation.
@@ -52,23 +47,31 @@ class EpisodeSample:
     turn_ends: Sequence[int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Episode:
-    """Finished episode.
+    """Episode as it is filled turn by turn.
 
-    samples: at least one, in the order of their turns; all have the episode's finish reason.
+    messages: the whole conversation, the row's messages included.
     turn_rewards, turn_outcomes: one entry per turn.
     call_outcomes: one entry per tool call.
-    score: the environment's score.
-    messages: the whole conversation, the row's messages included.
+    score: the environment's score, at the end.
+    samples: at the end at least one, in the order of their turns; all have the episode's finish
+        reason.
     """
 
-    samples: Sequence[EpisodeSample]
-    turn_rewards: Sequence[float]
-    turn_outcomes: Sequence[TurnOutcome]
-    call_outcomes: Sequence[CallOutcome]
-    score: float
-    messages: Sequence[Message]
+    messages: list[Message]
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_outcomes: list[TurnOutcome] = field(default_factory=list)
+    call_outcomes: list[CallOutcome] = field(default_factory=list)
+    score: float = 0.0
+    samples: Sequence[EpisodeSample] = ()
+
+    def add_turn(self, result: EnvironmentStep) -> None:
+        """Add what the environment gave for a turn; its outcome is the worst of its calls."""
+        outcomes = [_TURN_OUTCOMES[outcome] for outcome in result.outcomes]
+        self.turn_rewards.append(result.reward)
+        self.turn_outcomes.append(max(outcomes, default=TurnOutcome.SPOKE))
+        self.call_outcomes += result.outcomes
 
     @property
     def finish_reason(self) -> FinishReason:

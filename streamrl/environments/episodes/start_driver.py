@@ -1,16 +1,15 @@
 """Start of a driver: the model's tokenizer and template, and the hosts of the environments."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from streamrl.data.chat_template import load_chat_template, load_tokenizer
 from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits, TurnSampler
-from streamrl.environments.hosts.host_pool import EnvironmentHostPool, HostedSession
-from streamrl.environments.hosts.host_protocol import EnvironmentDescription
+from streamrl.environments.episodes.driver import EpisodeDriver, TurnSampler
+from streamrl.environments.hosts.host_pool import close_pools, start_pools
 from streamrl.environments.interface import ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import (
@@ -21,42 +20,7 @@ from streamrl.environments.tool_calls.call_formats import (
 )
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.hf_config import read_eos_token_ids
-from streamrl.messages import Prompt
 from streamrl.user_code.service_gate import request_service
-
-
-class EnvironmentPools:
-    """A pool of host processes per environment (`EnvironmentHosts`)."""
-
-    def __init__(self, config: EnvironmentConfig) -> None:
-        self._pools = {name: EnvironmentHostPool(config.select(name)) for name in config.specs}
-
-    async def start(self) -> None:
-        """Start all pools at the same time.
-
-        Raises ConfigError if a class cannot be used, and EpisodeError if a process does not start;
-        then all pools are closed.
-        """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for pool in self._pools.values():
-                    tasks.create_task(pool.start())
-        except ExceptionGroup as errors:
-            await self.close()
-            raise errors.exceptions[0] from None
-
-    @property
-    def descriptions(self) -> Mapping[str, EnvironmentDescription]:
-        """Description of each environment by name."""
-        return {name: pool.description for name, pool in self._pools.items()}
-
-    def open_session(self, prompt: Prompt, *, seed: int) -> HostedSession:
-        return self._pools[prompt.environment].open_session(prompt, seed=seed)
-
-    async def close(self) -> None:
-        for pool in self._pools.values():
-            await pool.close()
-
 
 AUTO = "auto"
 
@@ -104,31 +68,21 @@ async def start_episode_driver(
     samples at the same time. Raises ConfigError for an environment or template that cannot be used.
     """
     renderer = load_turn_renderer(data, model_path)
-
-    async def start_hosts() -> EnvironmentPools:
-        hosts = EnvironmentPools(config)
-        await hosts.start()
-        return hosts
-
-    hosts = await request_service("environments", start_hosts, EpisodeError)
-    tools = [tool for found in hosts.descriptions.values() for tool in found.tools]
+    start = partial(start_pools, config)
+    pools = await request_service("environments", start, EpisodeError)
+    tools = [tool for pool in pools.values() for tool in pool.description.tools]
     try:
         call_format = choose_call_format(config, renderer, tools)
     except ConfigError:
-        await hosts.close()
+        await close_pools(pools)
         raise
     return EpisodeDriver(
         sampler,
-        hosts,
+        pools,
         renderer,
         call_format,
-        limits=EpisodeLimits(
-            config.max_turns,
-            max_turn_tokens,
-            config.max_tokens,
-            config.episode_timeout_s,
-            config.max_samples,
-        ),
+        config=config,
+        max_turn_tokens=max_turn_tokens,
         slots=DecodeSlots(num_slots),
         attempts=config.attempts,
     )

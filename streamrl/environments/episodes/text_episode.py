@@ -10,8 +10,8 @@ import numpy as np
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import open_conversation, translate_template_errors
+from streamrl.environments.hosts.host_pool import HostedSession
 from streamrl.environments.interface import (
-    EnvironmentSession,
     EnvironmentStep,
     EpisodeSummary,
     Message,
@@ -56,7 +56,7 @@ class EpisodeObserver(Protocol):
 
 async def play_text_episode(
     config: EnvironmentConfig,
-    session: EnvironmentSession,
+    session: HostedSession,
     prompt: Prompt,
     policy: Policy,
     *,

@@ -13,7 +13,6 @@ from streamrl.environments.config import (
 from streamrl.environments.hosts.host_protocol import (
     CLOSE_TIMEOUT_S,
     EnvironmentDescription,
-    EnvironmentShape,
     HostOperation,
     HostRequest,
     HostResponse,
@@ -332,13 +331,13 @@ class EnvironmentHost:
     def _adopt_tools(self, tools: Sequence[ToolSchema] = ()) -> None:
         """Offer the tools that a server of OpenEnv has listed, if any, in place of turns."""
         if tools:
-            shape, known = EnvironmentShape.TOOLS, self._class.description
-            known = replace(known, shape=shape, tools=tools, serves_tools=True)
+            known = self._class.description
+            known = replace(known, has_step=False, tools=tools, serves_tools=True)
             self._class = replace(self._class, description=known)
             self._sources = ToolSources((), tools, max_reply_chars=self._settings.max_reply_chars)
 
     def _make_environment(self) -> UserEnvironment:
-        if self._class.description.shape is EnvironmentShape.TURNS:
+        if self._class.description.has_step:
             return TurnEnvironment(self._class, self._settings, self._calls)
         return ToolEnvironment(self._class, self._settings, self._calls, self._sources)
 

@@ -7,10 +7,11 @@ Hanging calls: a sync method past its deadline cannot be stopped. Its host takes
 until the call returns, and a further host is started.
 """
 
+import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.environments.config import EnvironmentConfig
@@ -87,6 +88,10 @@ class EnvironmentHostPool(WorkerPool):
         return self._description
 
     def open_session(self, prompt: Prompt, *, seed: int) -> "HostedSession":
+        """Return a session that is not reset yet.
+
+        seed: seed of the environment, equal for all episodes of a group.
+        """
         return HostedSession(self, next(self._session_ids), prompt, seed)
 
     async def claim_host(self) -> Worker:
@@ -129,10 +134,33 @@ class EnvironmentHostPool(WorkerPool):
         return response.result
 
 
-class HostedSession:
-    """Session of a user's environment in a host process (EnvironmentSession).
+async def start_pools(config: EnvironmentConfig) -> dict[str, EnvironmentHostPool]:
+    """Start a pool for each environment at the same time; return them by name.
 
-    close_error: failure of the user's `close`; "" if it has not failed.
+    Raises ConfigError if a class cannot be used, and EpisodeError if a process does not start; then
+    all pools are closed.
+    """
+    pools = {name: EnvironmentHostPool(config.select(name)) for name in config.specs}
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for pool in pools.values():
+                tasks.create_task(pool.start())
+    except ExceptionGroup as errors:
+        await close_pools(pools)
+        raise errors.exceptions[0] from None
+    return pools
+
+
+async def close_pools(pools: Mapping[str, EnvironmentHostPool]) -> None:
+    for pool in pools.values():
+        await pool.close()
+
+
+class HostedSession:
+    """Session of a user's environment in a host process.
+
+    Methods besides `close` raise EpisodeError. close_error: failure of the user's `close`; "" if it
+    has not failed.
     """
 
     def __init__(
@@ -159,6 +187,7 @@ class HostedSession:
         return result
 
     async def score(self, episode: EpisodeSummary) -> float:
+        """Return the environment's score; the sum of the rewards if it has no own score."""
         result: float = await self._call(HostOperation.SCORE, episode)
         return result
 

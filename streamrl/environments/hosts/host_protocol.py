@@ -8,7 +8,7 @@ A host process has an object of the user's class per session.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import Any
 
 from streamrl.environments.interface import ToolSchema
@@ -17,18 +17,12 @@ CLOSE_TIMEOUT_S = 5.0
 """Deadline of a user's `close`, s."""
 
 
-class EnvironmentShape(StrEnum):
-    """Shape of a user's class: `step` answers replies, or other public methods are tools."""
-
-    TURNS = "turns"
-    TOOLS = "tools"
-
-
 @dataclass(frozen=True)
 class EnvironmentDescription:
     """Properties of a user's class, as checked when a host loads it.
 
     name: name of the class. file: resolved path of its file; "" without a class.
+    has_step: replies are answered by `step`; otherwise their calls, by tools.
     tools: schemas of the tools, those of environment.tools included; () for turns.
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
@@ -38,7 +32,7 @@ class EnvironmentDescription:
 
     name: str
     file: str
-    shape: EnvironmentShape
+    has_step: bool
     tools: Sequence[ToolSchema] = ()
     has_score: bool = False
     has_oracle: bool = False
@@ -52,7 +46,7 @@ class EnvironmentDescription:
     @property
     def note(self) -> str:
         """Advice for a user whose episodes all have score 0; "" otherwise."""
-        if self.has_score or self.serves_tools or self.shape is EnvironmentShape.TURNS:
+        if self.has_score or self.serves_tools or self.has_step:
             return ""
         return (
             f"{self.place} has no score(episode): its own score is 0 for every episode; rewards"

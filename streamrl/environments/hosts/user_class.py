@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from streamrl.environments.config import OPENENV_KIND, SECTION, EnvironmentSpec
-from streamrl.environments.hosts.host_protocol import EnvironmentDescription, EnvironmentShape
+from streamrl.environments.hosts.host_protocol import EnvironmentDescription
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import ConfigError
 from streamrl.files.optional_package import import_optional
@@ -98,7 +98,7 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
     description = EnvironmentDescription(
         name=class_object.__name__,
         file=file,
-        shape=EnvironmentShape.TURNS if "step" in methods else EnvironmentShape.TOOLS,
+        has_step="step" in methods,
         tools=tuple(make_tool_schema(methods[name].function) for name in tools),
         has_score="score" in methods,
         has_oracle="oracle" in methods,
@@ -115,7 +115,7 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
 def _make_bare_class() -> UserClass:
     """Return the class of an environment that has tools only."""
     name = "an environment without a class"
-    description = EnvironmentDescription(name=name, file="", shape=EnvironmentShape.TOOLS)
+    description = EnvironmentDescription(name=name, file="", has_step=False)
     constructor = FileFunction("", name, object, {}, name)
     return UserClass(object, {}, description, {CONSTRUCTOR: constructor}, ())
 

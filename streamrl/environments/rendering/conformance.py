@@ -1,15 +1,14 @@
 """Comparison of appended streams with whole renderings of the same conversations.
 
-    report = check_template(TurnRenderer(tokenizer, template))
-    report.differences["thoughts"]
+    differences = check_template(TurnRenderer(tokenizer, template))
+    differences["thoughts"]
 
 A template that rewrites earlier turns, by dropping thoughts or trimming whitespace, is no error:
-the stream keeps what the policy sampled. The report names the first token of each difference.
+the stream keeps what the policy sampled. The result names the first token of each difference.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -41,34 +40,24 @@ LOOK_UP: ToolSchema = {
 """Tool of the conversations with tool calls."""
 
 
-@dataclass(frozen=True)
-class ConformanceReport:
-    """Comparison of a template with the streams of several kinds of conversation.
-
-    differences: the first different token of each kind whose stream is not the rendering.
-    """
-
-    differences: Mapping[str, str]
-
-    def list_notes(self, max_samples: int) -> list[str]:
-        """Return each difference, and what becomes of it, given the most samples of an episode."""
-        treatment = KEPT
-        if max_samples > 1:
-            treatment = (
-                f"{REWRITTEN} After environment.max_samples={max_samples}, turns are appended."
-            )
-        return [
-            f"chat template, {kind}: {difference}. {treatment}"
-            for kind, difference in self.differences.items()
-        ]
+def list_template_notes(renderer: TurnRenderer, max_samples: int) -> list[str]:
+    """Return each difference, and what becomes of it, given the most samples of an episode."""
+    treatment = KEPT
+    if max_samples > 1:
+        treatment = f"{REWRITTEN} After environment.max_samples={max_samples}, turns are appended."
+    return [
+        f"chat template, {kind}: {difference}. {treatment}"
+        for kind, difference in check_template(renderer).items()
+    ]
 
 
-def check_template(renderer: TurnRenderer) -> ConformanceReport:
+def check_template(renderer: TurnRenderer) -> dict[str, str]:
     """Compare stream and rendering of generated conversations of each kind.
 
-    Raises ConfigError for a template that refuses, drops or reorders messages of the user and
-    replies to them, or whose turns hold a token that ends turns. Other kinds may be refused;
-    environments then must not use them.
+    Returns the first different token of each kind whose stream is not the rendering. Raises
+    ConfigError for a template that refuses, drops or reorders messages of the user and replies to
+    them, or whose turns hold a token that ends turns. Other kinds may be refused; environments then
+    must not use them.
     """
     name, tokenizer = renderer.template.name, renderer.tokenizer
     if renderer.early_ends:
@@ -87,7 +76,7 @@ def check_template(renderer: TurnRenderer) -> ConformanceReport:
         except ConfigError:
             if kind == USER_MESSAGES:
                 raise
-    return ConformanceReport(differences)
+    return differences
 
 
 def make_conversations(special_text: str) -> dict[str, list[Message]]:

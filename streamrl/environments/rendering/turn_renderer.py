@@ -27,6 +27,7 @@ from streamrl.environments.rendering.bridge_text import (
     TextPiece,
     decode,
 )
+from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.errors import ConfigError
 from streamrl.messages import Array
 
@@ -269,9 +270,7 @@ def _clean_messages(messages: Sequence[Message]) -> list[Message]:
             shown = f"role {role!r} and content of type {type(content).__name__}"
             rule = f"role {', '.join(ROLES[:-1])} or {ROLES[-1]}, and text as content"
             raise ConfigError(f"message {number} of an observation has {shown}; it needs {rule}")
-        # Lone surrogates, from bytes that are no UTF-8, cannot be encoded. A pair is a character.
-        text = content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        copy = {**message, "content": text}
+        copy = {**message, "content": replace_surrogates(content)}
         if role == "tool":
             # The template may write both, and the policy may have made them up. Mistral's templates
             # require nine letters and digits as id.

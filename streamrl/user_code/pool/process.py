@@ -32,7 +32,6 @@ MAX_RESPONSE_BYTES = 1 << 28
 _ALLOWED_CLASSES = frozenset(
     {
         ("streamrl.environments.hosts.host_protocol", "EnvironmentDescription"),
-        ("streamrl.environments.hosts.host_protocol", "EnvironmentShape"),
         ("streamrl.environments.hosts.host_protocol", "HostResponse"),
         ("streamrl.environments.interface", "CallOutcome"),
         ("streamrl.environments.interface", "EnvironmentStep"),

@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,8 +14,9 @@ import pytest_asyncio
 from transformers import Qwen2ForCausalLM
 
 from streamrl.data.chat_template import load_chat_template
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
+from streamrl.environments.episodes.driver import EpisodeDriver
 from streamrl.environments.interface import EnvironmentStep, Message, ResetResult, ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
@@ -106,18 +107,20 @@ class EpisodeRunner:
     async def run_group(self, seed: int) -> list[EpisodeRecord]:
         """Run a group of a random prompt under random limits."""
         rng = random.Random(seed)
-        limits = EpisodeLimits(
+        config = EnvironmentConfig(
+            "mine.py",
             max_turns=rng.randint(1, MAX_TURNS),
-            max_turn_tokens=rng.randint(2, 60),
             max_tokens=rng.randint(MAX_TOKENS // 2, MAX_TOKENS),
-            timeout_s=600,
+            episode_timeout_s=600,
         )
+        hosts: Any = ScriptedHosts(lambda: make_session(rng))
         driver = EpisodeDriver(
             self.flight.engine,
-            ScriptedHosts(lambda: make_session(rng)),
+            {"": hosts},
             self.renderer,
             make_call_format("hermes", self.tokenizer),
-            limits=limits,
+            config=config,
+            max_turn_tokens=rng.randint(2, 60),
             slots=self.slots,
             attempts=1,
         )

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
+from streamrl.environments.episodes.driver import EpisodeDriver
 from streamrl.environments.interface import EnvironmentStep, Reply, ResetResult
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.messages import FinishReason, Prompt, Rollout
@@ -152,14 +153,15 @@ def say(text: str, **values: Any) -> EnvironmentStep:
     return EnvironmentStep(messages=[{"role": "user", "content": text}], **values)
 
 
-def make_driver(sampler, hosts, *, slots=64, attempts=3, **limits):
-    values = {"max_turns": 8, "max_turn_tokens": 16, "max_tokens": 256, "timeout_s": 100.0}
+def make_driver(sampler, hosts, *, slots=64, attempts=3, max_turn_tokens=16, **limits):
+    values = {"max_tokens": 256, "episode_timeout_s": 100.0, **limits}
     return EpisodeDriver(
         sampler,
-        hosts,
+        {"": hosts},
         cast(Any, CodePointRenderer()),
         cast(Any, TextFormat()),
-        limits=EpisodeLimits(**{**values, **limits}),
+        config=EnvironmentConfig("mine.py", **values),
+        max_turn_tokens=max_turn_tokens,
         slots=DecodeSlots(slots),
         attempts=attempts,
     )

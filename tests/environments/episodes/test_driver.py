@@ -173,7 +173,7 @@ async def test_time_in_engine_and_environment_ends_an_episode_waiting_for_a_slot
     def open_session():
         return ScriptedSession([(4.0, say("slow", reward=0.5))] * 9)
 
-    driver = make_driver(sampler, ScriptedHosts(open_session), timeout_s=10.0)
+    driver = make_driver(sampler, ScriptedHosts(open_session), episode_timeout_s=10.0)
     columns = await run_group(driver, seeds=range(3))
     assert set(list_reasons(columns)) == {FinishReason.TIMEOUT}
     # Not the score of an environment that may still be busy, but the rewards before.
@@ -193,7 +193,7 @@ async def test_an_episodes_clock_stops_while_its_engine_is_suspended(monkeypatch
 
     monkeypatch.setattr(sampler, "generate", generate)
     hosts = ScriptedHosts(lambda: ScriptedSession([(3.0, say("x")), (3.0, DONE)]))
-    driver = make_driver(sampler, hosts, timeout_s=12.0)
+    driver = make_driver(sampler, hosts, episode_timeout_s=12.0)
     columns = await run_group(driver)
     assert list_reasons(columns) == [FinishReason.STOP]
     # The engine samples 4 s of 2010 and is suspended for 2000; the environment works for 6.
@@ -259,7 +259,7 @@ async def test_an_evaluation_leaves_out_failed_samples_and_counts_in_no_metric_o
 async def test_the_meter_tells_how_many_open_episodes_wait_for_their_environment():
     sampler = ScriptedSampler(lambda context, seed: "a;", token_s=1.0)
     hosts = ScriptedHosts(lambda: ScriptedSession([(500.0, DONE)]))
-    driver = make_driver(sampler, hosts, slots=1, timeout_s=1000.0)
+    driver = make_driver(sampler, hosts, slots=1, episode_timeout_s=1000.0)
     group = asyncio.create_task(run_group(driver, seeds=range(3)))
     await asyncio.sleep(5.0)  # the third turn is being sampled
     assert driver.meter.describe_waits() == (
@@ -290,7 +290,7 @@ async def test_an_outage_of_a_server_delays_episodes_by_one_probe_and_costs_no_a
 
     hosts = ScriptedHosts(lambda: ServerSession([(1.0, say("x")), DONE]))
     sampler = ScriptedSampler(lambda context, seed: "a;", token_s=2.0)
-    driver = make_driver(sampler, hosts, slots=8, attempts=1, timeout_s=20.0)
+    driver = make_driver(sampler, hosts, slots=8, attempts=1, episode_timeout_s=20.0)
     group = asyncio.create_task(run_group(driver, seeds=range(8)))
     await asyncio.sleep(30.0)
     (outage,) = await service_gate.list_outages("generate")

@@ -13,7 +13,7 @@ import pytest
 from streamrl.data.chat_template import load_chat_template
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver, EpisodeLimits
+from streamrl.environments.episodes.driver import EpisodeDriver
 from streamrl.environments.hosts.environment_host import EnvironmentHost
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import HostResponse
@@ -107,10 +107,11 @@ def run_episode(renderer, tmp_path, monkeypatch):
         config = EnvironmentConfig(str(path), **{"max_tokens": 200_000, **settings})
         driver = EpisodeDriver(
             WrittenTurns(renderer, turns),
-            InProcessPool(config),
+            {"": InProcessPool(config)},
             renderer,
             make_call_format("hermes", renderer.tokenizer),
-            limits=EpisodeLimits(config.max_turns, 64, config.max_tokens, 100.0),
+            config=config,
+            max_turn_tokens=64,
             slots=DecodeSlots(1),
             attempts=1,
         )

@@ -1,5 +1,7 @@
 """Conversations without tokens, and tool calls as persons and functions write them."""
 
+from typing import Any
+
 import pytest
 
 from streamrl.environments.config import EnvironmentConfig
@@ -27,7 +29,7 @@ def parse(message, tools=TOOLS):
 
 async def play(policy, steps, **settings):
     start = ResetResult([{"role": "user", "content": "go"}], TOOLS)
-    session = ScriptedSession(steps, start, final_score=0.5)
+    session: Any = ScriptedSession(steps, start, final_score=0.5)
     config = EnvironmentConfig("mine.py", **settings)
     record = EpisodeRecord(PROMPT, "", 0)
     return await play_text_episode(config, session, PROMPT, policy, observer=record, timeout_s=10.0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from streamrl.environments.config import EnvironmentConfig, EnvironmentSpec
-from streamrl.environments.episodes.start_driver import EnvironmentPools
+from streamrl.environments.hosts.host_pool import close_pools, start_pools
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 from tests.descendants import descendants
@@ -12,38 +12,33 @@ from tests.environments.hosts.user_files import CALCULATOR, GUESS
 
 
 @pytest.fixture
-def make_pools(tmp_path):
-    def make(**sources):
+def start(tmp_path):
+    async def start_named(**sources):
         named = {}
         for name, source in sources.items():
             (tmp_path / f"{name}.py").write_text(source)
             named[name] = EnvironmentSpec(path=str(tmp_path / f"{name}.py"))
-        return EnvironmentPools(EnvironmentConfig(named=named, processes=1))
+        return await start_pools(EnvironmentConfig(named=named, processes=1))
 
-    return make
+    return start_named
 
 
-async def test_the_environment_of_the_prompt_serves_its_episodes(make_pools):
+async def test_the_environment_of_the_prompt_serves_its_episodes(start):
     before = descendants()
-    pools = make_pools(guess=GUESS, calculator=CALCULATOR)
-    await pools.start()
-    assert {name: len(found.tools) for name, found in pools.descriptions.items()} == {
-        "guess": 0,
-        "calculator": 1,
-    }
+    pools = await start(guess=GUESS, calculator=CALCULATOR)
+    assert [len(pool.description.tools) for pool in pools.values()] == [0, 1]
     for name, num_messages, num_tools in (("guess", 1, 0), ("calculator", 0, 1)):
         prompt = Prompt("u", np.zeros(1, np.int32), environment=name)
-        session = pools.open_session(prompt, seed=0)
+        session = pools[name].open_session(prompt, seed=0)
         start = await session.reset()
         assert (len(start.messages), len(start.tools)) == (num_messages, num_tools)
         await session.close()
-    await pools.close()
+    await close_pools(pools)
     assert not descendants() - before
 
 
-async def test_a_class_that_cannot_be_used_is_named_by_its_setting_and_closes_all_pools(make_pools):
+async def test_a_class_that_cannot_be_used_is_named_by_its_setting_and_closes_all_pools(start):
     before = descendants()
-    pools = make_pools(guess=GUESS, broken="class A: pass")
     with pytest.raises(ConfigError, match=r"^environment.named.broken.path=.*no public method"):
-        await pools.start()
+        await start(guess=GUESS, broken="class A: pass")
     assert not descendants() - before

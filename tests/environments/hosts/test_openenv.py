@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.environment_host import EnvironmentHost
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
-from streamrl.environments.hosts.host_protocol import EnvironmentShape, HostOperation
+from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.hosts.openenv import OpenEnvEnvironment
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import CallOutcome, Reply, ToolCall, Turn
@@ -260,7 +260,7 @@ async def test_later_processes_have_the_tools_that_the_first_has_listed(port):
 
 async def test_a_server_without_tools_has_turns_and_one_that_lists_none_is_refused(port):
     plain = await OpenSession(EnvironmentHost(make_config(port, "ws"))).send(HostOperation.DESCRIBE)
-    assert plain.result.shape is EnvironmentShape.TURNS and plain.result.tools == ()
+    assert plain.result.has_step and plain.result.tools == ()
     empty = OpenSession(EnvironmentHost(make_config(port, "empty")))
     response = await empty.send(HostOperation.DESCRIBE)
     assert response.is_config_error and "/empty: lists no tools; " in response.error

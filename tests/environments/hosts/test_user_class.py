@@ -3,7 +3,6 @@
 import pytest
 
 from streamrl.environments.config import EnvironmentSpec
-from streamrl.environments.hosts.host_protocol import EnvironmentShape
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.errors import ConfigError
 from tests.environments.hosts.user_files import CALCULATOR, GUESS
@@ -26,14 +25,14 @@ def load(path, **settings):
 def test_a_class_with_step_has_turns(write):
     loaded = load(write(GUESS))
     description = loaded.description
-    assert (description.name, description.shape) == ("Guess", EnvironmentShape.TURNS)
+    assert (description.name, description.has_step) == ("Guess", True)
     assert (description.tools, description.has_score, description.note) == ((), False, "")
     assert loaded.reset_arguments == ("row", "seed")
 
 
 def test_the_other_public_methods_are_tools(write):
     description = load(write(CALCULATOR)).description
-    assert description.shape is EnvironmentShape.TOOLS
+    assert not description.has_step
     (tool,) = description.tools
     assert tool["function"]["name"] == "multiply"
     assert tool["function"]["description"] == "Multiply two numbers."

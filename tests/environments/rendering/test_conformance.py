@@ -18,16 +18,16 @@ from streamrl.errors import ConfigError
     ],
 )
 def test_kinds_of_conversation_that_a_chat_format_rewrites(load_renderer, name, differences):
-    assert set(check_template(load_renderer(name)).differences) == differences
+    assert set(check_template(load_renderer(name))) == differences
 
 
 def test_the_report_names_the_first_token_of_a_dropped_thought(load_renderer):
     renderer = load_renderer("qwen3")
-    report = check_template(renderer)
+    differences = check_template(renderer)
     prompt = renderer.render_prompt([{"role": "user", "content": "Find the words."}])
     start = f"token {len(prompt)}: the template renders 'The"
-    assert report.differences["thoughts"].startswith(start)
-    assert "the stream has '<think" in report.differences["thoughts"]
+    assert differences["thoughts"].startswith(start)
+    assert "the stream has '<think" in differences["thoughts"]
 
 
 TURN = "{{ '<|' + m.role + '|>' + m.content + '<eos>' }}"

@@ -138,13 +138,12 @@ def test_calls_are_read_in_the_format_of_the_template(name):
 def format_row(name):
     """Return the row of a family in the table of the docs."""
     renderer = load_published(name)
-    report = check_template(renderer)
     tokens = renderer.tokenizer.convert_ids_to_tokens(sorted(renderer.end_token_ids))
     ends = " ".join(f"`{token}`" for token in sorted(tokens)).replace("|", "\\|")
     shown = renderer.get_writer(has_tools=True).show_call()
     has_calls = shown is not None or name == "lfm2"
     call_format = f"`{detect_call_format(renderer.tokenizer, shown)}`" if has_calls else "none"
-    kinds = [*report.differences]
+    kinds = [*check_template(renderer)]
     rewritten = ", ".join(kinds) if len(kinds) < MANY else "most"
     rewritten = rewritten or "nothing"
     return f"| {name} | {ends} | passes | {call_format} | {rewritten} |"

@@ -1,14 +1,14 @@
 """Parsing of sampled turns: families' formats, markers by token id, outcomes, cut turns."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamrl.environments.interface import CallOutcome, Reply
+from streamrl.environments.tool_calls import call_formats
 from streamrl.environments.tool_calls.call_formats import (
     MAX_SPANS,
     OWN_FORMATS,
@@ -18,13 +18,12 @@ from streamrl.environments.tool_calls.call_formats import (
 from streamrl.environments.tool_calls.marked_turn import THINK_END
 from streamrl.errors import ConfigError
 
-Encode = Callable[[str], list[int]]
 PATTERN = r"<<(?P<name>\w+) (?P<arguments>.*?)>>"
 
 MARKED_FORMATS = [*OWN_FORMATS, "regex"]
 
 
-def make_tool(name: str, properties: dict[str, Any] | None = None) -> dict[str, Any]:
+def make_tool(name, properties=None):
     parameters: dict[str, Any] = {"type": "object"}
     if properties is not None:
         parameters |= {
@@ -40,12 +39,19 @@ SAY = make_tool("say", {"text": {"type": "string"}})
 TOOLS = [ADD, SAY, make_tool("any")]
 
 
-def parse(tokenizer: Any, name: str, token_ids: list[int], **options: Any) -> Reply:
-    pattern = PATTERN if name == "regex" else ""
-    return make_call_format(name, tokenizer, pattern=pattern).parse(token_ids, TOOLS, **options)
+@pytest.fixture(scope="session")
+def parse(marker_tokenizer, encode):
+    """Parse a turn in a format; in a text, markers become their tokens."""
+
+    def parse_turn(name, turn, tools=TOOLS, *, pattern=PATTERN, **options):
+        token_ids = encode(turn) if isinstance(turn, str) else turn
+        call_format = make_call_format(name, marker_tokenizer, pattern=pattern)
+        return call_format.parse(token_ids, tools, **options)
+
+    return parse_turn
 
 
-def describe(reply: Reply) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+def describe(reply):
     assert all(call.outcome is CallOutcome.OK for call in reply.calls), reply.calls
     return reply.text, [(call.name, dict(call.arguments)) for call in reply.calls]
 
@@ -54,6 +60,7 @@ SUM = ("add", {"a": 1, "b": 2})
 HI = ("say", {"text": "hi"})
 SUM_JSON = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 HI_JSON = '{"name": "say", "arguments": {"text": "hi"}}'
+SUM_CALL, HI_CALL = (f"<tool_call>{text}</tool_call>" for text in (SUM_JSON, HI_JSON))
 TO_ADD = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}'
 THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
 
@@ -62,18 +69,20 @@ THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
     ("name", "turn", "text", "calls"),
     [
         ("hermes", f"<tool_call>\n{SUM_JSON}\n</tool_call>", "", [SUM]),
-        ("hermes", f"I add.\n<tool_call>{SUM_JSON}</tool_call>\nDone.", "I add.\nDone.", [SUM]),
+        ("hermes", f"I add.\n{SUM_CALL}\nDone.", "I add.\nDone.", [SUM]),
+        ("hermes", f"{SUM_CALL}\n{HI_CALL}", "", [SUM, HI]),
         (
             "hermes",
-            f"<tool_call>{SUM_JSON}</tool_call>\n<tool_call>{HI_JSON}</tool_call>",
-            "",
-            [SUM, HI],
-        ),
-        (
-            "hermes",
-            f"<think><tool_call>{SUM_JSON}</tool_call></think>\n<tool_call>{HI_JSON}</tool_call>",
-            f"<think><tool_call>{SUM_JSON}</tool_call></think>",
+            f"<think>{SUM_CALL}</think>\n{HI_CALL}",
+            f"<think>{SUM_CALL}</think>",
             [HI],
+        ),
+        ("hermes", "The sum<|call|> is 3.<|im_end|>", "The sum is 3.", []),
+        (
+            "hermes",
+            HI_CALL.replace("hi", "a<|call|>b</tool_call>"),
+            "",
+            [("say", {"text": "a<|call|>b</tool_call>"})],
         ),
         ("harmony", f"{THOUGHT}{TO_ADD}<|call|>", "", [SUM]),
         ("harmony", f"{THOUGHT}{TO_ADD}", "", [SUM]),
@@ -93,10 +102,8 @@ THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
         ("regex", '<<add {"a": 1, "b": 2}>> then <<say {"text": "hi"}>>', "then", [SUM, HI]),
     ],
 )
-def test_calls_in_the_format_of_a_family_are_parsed(
-    marker_tokenizer: Any, encode: Encode, name: str, turn: str, text: str, calls: list[Any]
-):
-    assert describe(parse(marker_tokenizer, name, encode(turn))) == (text, calls)
+def test_calls_in_the_format_of_a_family_are_parsed(parse, name, turn, text, calls):
+    assert describe(parse(name, turn)) == (text, calls)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +137,8 @@ def test_calls_in_the_format_of_a_family_are_parsed(
         ("regex", "<<add 1>>", "JSON object with the arguments"),
     ],
 )
-def test_a_call_that_cannot_be_parsed_is_malformed_and_stays_in_the_text(
-    marker_tokenizer: Any, encode: Encode, name: str, turn: str, error: str
-):
-    reply = parse(marker_tokenizer, name, encode(turn))
+def test_a_call_that_cannot_be_parsed_is_malformed_and_stays_in_the_text(parse, name, turn, error):
+    reply = parse(name, turn)
     (call,) = reply.calls
     assert call.outcome is CallOutcome.MALFORMED
     assert error in call.error
@@ -142,18 +147,18 @@ def test_a_call_that_cannot_be_parsed_is_malformed_and_stays_in_the_text(
     assert reply.text == turn
 
 
-def test_a_call_after_a_malformed_one_is_made(marker_tokenizer: Any, encode: Encode):
-    turn = f'<tool_call>{{"name": "add<tool_call>{SUM_JSON}</tool_call>'
-    reply = parse(marker_tokenizer, "hermes", encode(turn))
+def test_a_special_token_repairs_no_call_and_a_call_after_a_malformed_one_is_made(parse):
+    (call,) = parse("hermes", SUM_CALL.replace(":", ":<|call|>")).calls
+    assert call.outcome is CallOutcome.MALFORMED
+    reply = parse("hermes", f'<tool_call>{{"name": "add{SUM_CALL}')
     assert [call.outcome for call in reply.calls] == [CallOutcome.MALFORMED, CallOutcome.OK]
 
 
-def test_unknown_tools_and_wrong_arguments_are_told_apart(marker_tokenizer: Any, encode: Encode):
+def test_unknown_tools_and_wrong_arguments_are_told_apart(parse):
     written = [{"a": 1}, {"a": "1", "b": 2}, {"a": 1, "b": 2, "c": 3}]
     made = [("ad", {"a": 1, "b": 2}), *(("add", arguments) for arguments in written)]
     objects = [json.dumps({"name": name, "arguments": entry}) for name, entry in made]
-    turn = "".join(f"<tool_call>{text}</tool_call>" for text in objects)
-    calls = parse(marker_tokenizer, "hermes", encode(turn)).calls
+    calls = parse("hermes", "".join(f"<tool_call>{text}</tool_call>" for text in objects)).calls
     wrong = CallOutcome.WRONG_ARGUMENTS
     assert [call.outcome for call in calls] == [CallOutcome.UNKNOWN_TOOL, wrong, wrong, wrong]
     assert [call.error for call in calls] == [
@@ -165,54 +170,25 @@ def test_unknown_tools_and_wrong_arguments_are_told_apart(marker_tokenizer: Any,
     assert calls[2].arguments == {"a": "1", "b": 2}
 
 
-@pytest.mark.parametrize("name", [name for name in MARKED_FORMATS if name != "regex"])
-def test_a_marker_spelled_in_ordinary_tokens_is_text(
-    marker_tokenizer: Any, encode: Encode, encode_chars: Encode, name: str
-):
-    turns = {
-        "hermes": f"<tool_call>{SUM_JSON}</tool_call>",
-        "harmony": f"{THOUGHT}{TO_ADD}<|call|>",
-    }
-    turn = turns[name]
-    assert len(parse(marker_tokenizer, name, encode(turn)).calls) == 1
-    assert parse(marker_tokenizer, name, encode_chars(turn)) == Reply(turn)
-
-
-def test_special_tokens_are_no_text_and_do_not_repair_a_call(marker_tokenizer: Any, encode: Encode):
-    reply = parse(marker_tokenizer, "hermes", encode("The sum<|call|> is 3.<|im_end|>"))
-    assert reply == Reply("The sum is 3.")
-    turn = f"<tool_call>{SUM_JSON}</tool_call>"
-    (call,) = parse(marker_tokenizer, "hermes", encode(turn.replace(":", ":<|call|>"))).calls
-    assert call.outcome is CallOutcome.MALFORMED
-    (call,) = parse(
-        marker_tokenizer,
-        "hermes",
-        encode(f"<tool_call>{HI_JSON.replace('hi', 'a<|call|>b</tool_call>')}</tool_call>"),
-    ).calls
-    assert call.arguments == {"text": "a<|call|>b</tool_call>"}
-
-
-def test_a_marker_that_is_no_token_is_found_by_its_spelling(plain_tokenizer: Any):
-    turn = f"I add.<tool_call>{SUM_JSON}</tool_call>"
-    token_ids = plain_tokenizer.encode(turn)
-    assert describe(parse(plain_tokenizer, "hermes", token_ids)) == ("I add.", [SUM])
+def test_a_marker_that_is_no_token_is_found_by_its_spelling(plain_tokenizer):
+    call_format = make_call_format("hermes", plain_tokenizer)
+    reply = call_format.parse(plain_tokenizer.encode(f"I add.{SUM_CALL}"), TOOLS)
+    assert describe(reply) == ("I add.", [SUM])
 
 
 CUT_TURNS = {
-    "hermes": f"<tool_call>{SUM_JSON}</tool_call>",
+    "hermes": SUM_CALL,
     "harmony": f"{TO_ADD}<|call|>",
     "regex": '<<add {"a": 1, "b": 2}>>',
 }
 
 
 @pytest.mark.parametrize("name", MARKED_FORMATS)
-def test_a_call_cut_by_the_length_limit_is_text_and_not_malformed(
-    marker_tokenizer: Any, encode: Encode, name: str
-):
+def test_a_call_cut_by_the_length_limit_is_text_and_not_malformed(parse, encode, name):
     token_ids = encode(CUT_TURNS[name])
-    assert len(parse(marker_tokenizer, name, token_ids, is_cut=True).calls) == 1
+    assert len(parse(name, token_ids, is_cut=True).calls) == 1
     for length in range(len(token_ids)):
-        reply = parse(marker_tokenizer, name, token_ids[:length], is_cut=True)
+        reply = parse(name, token_ids[:length], is_cut=True)
         assert reply.is_cut
         assert not reply.calls
         if name != "harmony":  # its headers are no text
@@ -233,14 +209,10 @@ VALUES = st.recursive(
     max_leaves=8,
 )  # fmt: skip
 ARGUMENTS = st.dictionaries(STRINGS, VALUES, max_size=4)
-
-
-def write_object(arguments: dict[str, Any], is_ascii: bool, key: str = "arguments") -> str:
-    return json.dumps({"name": "any", key: arguments}, ensure_ascii=is_ascii)
-
-
-JSON_WRITERS: dict[str, Callable[[dict[str, Any], bool], str]] = {
-    "hermes": lambda a, x: f"<tool_call>\n{write_object(a, x)}\n</tool_call>",
+JSON_WRITERS = {
+    "hermes": lambda a, x: (
+        f"<tool_call>\n{json.dumps({'name': 'any', 'arguments': a}, ensure_ascii=x)}\n</tool_call>"
+    ),
     "harmony": lambda a, x: (
         f"<|channel|>commentary to=functions.any <|constrain|>json<|message|>"
         f"{json.dumps(a, ensure_ascii=x)}<|call|>"
@@ -250,45 +222,39 @@ JSON_WRITERS: dict[str, Callable[[dict[str, Any], bool], str]] = {
 
 @pytest.mark.parametrize("name", JSON_WRITERS)
 @given(arguments=ARGUMENTS, is_ascii=st.booleans())
-def test_any_arguments_written_in_json_come_back(
-    marker_tokenizer: Any, encode: Encode, name: str, arguments: dict[str, Any], is_ascii: bool
-):
-    turn = JSON_WRITERS[name](arguments, is_ascii)
-    reply = parse(marker_tokenizer, name.split()[0], encode(turn))
+def test_any_arguments_written_in_json_come_back(parse, name, arguments, is_ascii):
+    reply = parse(name, JSON_WRITERS[name](arguments, is_ascii))
     assert describe(reply) == ("", [("any", arguments)])
 
 
 @pytest.mark.parametrize("name", MARKED_FORMATS)
 @given(text=st.text() | STRINGS)
-def test_text_without_markers_comes_back_unchanged(
-    marker_tokenizer: Any, encode_chars: Encode, name: str, text: str
+@example(SUM_CALL)
+@example(f"{THOUGHT}{TO_ADD}<|call|>")
+def test_text_without_markers_or_with_spelled_ones_comes_back_unchanged(
+    parse, encode_chars, name, text
 ):
     for is_cut in (False, True):
-        reply = parse(marker_tokenizer, name, encode_chars(text), is_cut=is_cut)
-        assert reply == Reply(text, is_cut=is_cut)
+        assert parse(name, encode_chars(text), is_cut=is_cut) == Reply(text, is_cut=is_cut)
 
 
 @pytest.mark.parametrize("name", MARKED_FORMATS)
 @given(data=st.data(), is_cut=st.booleans())
-def test_a_garbled_turn_never_raises(
-    marker_tokenizer: Any, encode: Encode, name: str, data: st.DataObject, is_cut: bool
-):
+def test_a_garbled_turn_never_raises(parse, marker_tokenizer, encode, name, data, is_cut):
     known = st.sampled_from(encode(CUT_TURNS[name] + TO_ADD))
     any_token = st.integers(0, len(marker_tokenizer) - 1)
-    token_ids = data.draw(st.lists(known | any_token, max_size=40))
-    reply = parse(marker_tokenizer, name, token_ids, is_cut=is_cut)
+    reply = parse(name, data.draw(st.lists(known | any_token, max_size=40)), is_cut=is_cut)
     for call in reply.calls:
         assert bool(call.error) == (call.outcome is not CallOutcome.OK)
     reply.text.encode()
     json.dumps(make_assistant_message(reply)).encode()
 
 
-def test_a_repeated_marker_makes_a_bounded_number_of_calls(marker_tokenizer: Any, encode: Encode):
-    token_ids = encode("<tool_call>") * 5000
-    assert len(parse(marker_tokenizer, "hermes", token_ids).calls) == MAX_SPANS
+def test_a_repeated_marker_makes_a_bounded_number_of_calls(parse, encode):
+    assert len(parse("hermes", encode("<tool_call>") * 5000).calls) == MAX_SPANS
 
 
-def test_text_arguments_take_the_types_of_the_schema(marker_tokenizer: Any, encode: Encode):
+def test_text_arguments_take_the_types_of_the_schema(parse):
     properties = {
         "flag": {"type": "boolean"},
         "text": {"type": "string"},
@@ -299,59 +265,50 @@ def test_text_arguments_take_the_types_of_the_schema(marker_tokenizer: Any, enco
     values = {"flag": "True", "text": "12", "limit": "null", "note": "12", "anything": "[1]"}
     pattern = "".join(rf"{name}=(?P<{name}>\S+) ?" for name in values)
     turn = " ".join(f"{name}={value}" for name, value in values.items())
-    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
-    (call,) = call_format.parse(encode(turn), [make_tool("set", properties)]).calls
+    (call,) = parse("regex", turn, [make_tool("set", properties)], pattern=pattern).calls
     expected = {"flag": True, "text": "12", "limit": None, "note": "12", "anything": [1]}
     assert call.arguments == expected
     assert call.outcome is CallOutcome.OK
 
 
-def test_a_pattern_without_name_calls_the_only_tool(marker_tokenizer: Any, encode: Encode):
-    pattern = r"\((?P<a>-?\d+)\+(?P<b>[^)]*)\)"
-    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
-    assert describe(call_format.parse(encode("so (1+2) and (3+4)"), [ADD])) == (
-        "so\nand",
-        [SUM, ("add", {"a": 3, "b": 4})],
-    )
-    (call,) = call_format.parse(encode("(1+x)"), [ADD]).calls
+ADDITION = r"\((?P<a>-?\d+)\+(?P<b>[^)]*)\)"
+
+
+def test_a_pattern_without_name_calls_the_only_tool(parse):
+    reply = parse("regex", "so (1+2) and (3+4)", [ADD], pattern=ADDITION)
+    assert describe(reply) == ("so\nand", [SUM, ("add", {"a": 3, "b": 4})])
+    (call,) = parse("regex", "(1+x)", [ADD], pattern=ADDITION).calls
     assert call.outcome is CallOutcome.WRONG_ARGUMENTS
-    with pytest.raises(ConfigError, match="must have one tool"):
-        call_format.parse(encode("(1+2)"), [ADD, SAY])
 
 
-@pytest.mark.parametrize("pattern", [r"(?P<first>\d)\+(?P<b>\d)", r"(?P<a>\d)\+"])
-def test_a_pattern_that_could_never_match_the_tool_is_refused(
-    marker_tokenizer: Any, encode: Encode, pattern: str
-):
-    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
-    with pytest.raises(
-        ConfigError, match=r"environment.call_pattern=.*: .* must be its arguments, not "
-    ):
-        call_format.parse(encode("1+2"), [ADD])
+@pytest.mark.parametrize(
+    ("pattern", "tools", "error"),
+    [
+        (ADDITION, [ADD, SAY], "must have one tool"),
+        (r"(?P<first>\d)\+(?P<b>\d)", [ADD], "must be its arguments, not first, b"),
+        (r"(?P<a>\d)\+", [ADD], "must be its arguments, not a"),
+    ],
+)
+def test_a_pattern_that_could_never_match_the_tools_is_refused(parse, pattern, tools, error):
+    with pytest.raises(ConfigError, match=rf"environment.call_pattern=.*{error}"):
+        parse("regex", "1+2", tools, pattern=pattern)
 
 
-def test_an_empty_name_in_a_match_names_no_tool(marker_tokenizer: Any, encode: Encode):
+def test_an_empty_name_in_a_match_names_no_tool(parse):
     pattern = r"(?P<name>\w*): (?P<arguments>\{.*\})"
-    call_format = make_call_format("regex", marker_tokenizer, pattern=pattern)
-    (call,) = call_format.parse(encode(': {"a": 1, "b": 2}'), [ADD]).calls
+    (call,) = parse("regex", ': {"a": 1, "b": 2}', [ADD], pattern=pattern).calls
     assert (call.name, call.outcome) != ("add", CallOutcome.OK)
 
 
 @pytest.mark.parametrize("name", ["hermes", "regex"])
-def test_without_tools_a_call_is_text(name: str, marker_tokenizer: Any, encode: Encode):
-    turn = 'so <tool_call>{"name": "add", "arguments": {}}</tool_call> or (1+2)'
-    pattern = r"\((?P<a>\d)\+(?P<b>\d)\)" if name == "regex" else ""
-    call_format = make_call_format(name, marker_tokenizer, pattern=pattern)
-    assert call_format.parse(encode(turn), []) == Reply(turn)
+def test_without_tools_a_call_is_text(parse, name):
+    turn = f"so {SUM_CALL} or (1+2)"
+    assert parse(name, turn, [], pattern=ADDITION) == Reply(turn)
 
 
-def test_a_pattern_that_backtracks_has_a_deadline(
-    marker_tokenizer: Any, encode: Encode, monkeypatch: pytest.MonkeyPatch
-):
-    module = "streamrl.environments.tool_calls.call_formats.SEARCH_TIMEOUT_S"
-    monkeypatch.setattr(module, 0.01)
-    call_format = make_call_format("regex", marker_tokenizer, pattern=r"(?P<a>(x+x+)+)(?P<b>y)")
-    reply = call_format.parse(encode("x" * 5000), [ADD])
+def test_a_pattern_that_backtracks_has_a_deadline(parse, monkeypatch):
+    monkeypatch.setattr(call_formats, "SEARCH_TIMEOUT_S", 0.01)
+    reply = parse("regex", "x" * 5000, [ADD], pattern=r"(?P<a>(x+x+)+)(?P<b>y)")
     assert [call.outcome for call in reply.calls] == [CallOutcome.MALFORMED]
     assert reply.text == "x" * 5000
 
@@ -361,19 +318,17 @@ def test_a_pattern_that_backtracks_has_a_deadline(
     [
         ("hermse", "", "environment.call_format=hermse: .*the nearest format is hermes"),
         ("xyz", "", "the formats are hermes, harmony, regex, text, .*, kimi_k2, .*qwen3_coder"),
-        ("regex", "", "has no named groups"),
         ("regex", "(", "environment.call_pattern=.*missing \\)"),
         ("regex", "(a)", "has no named groups"),
     ],
 )
-def test_an_unusable_format_is_refused(marker_tokenizer: Any, name: str, pattern: str, error: str):
+def test_an_unusable_format_is_refused(marker_tokenizer, name, pattern, error):
     with pytest.raises(ConfigError, match=error):
         make_call_format(name, marker_tokenizer, pattern=pattern)
 
 
-def test_a_reply_becomes_an_assistant_message(marker_tokenizer: Any, encode: Encode):
-    turn = f"I add.\n<tool_call>{SUM_JSON}</tool_call>"
-    message = make_assistant_message(parse(marker_tokenizer, "hermes", encode(turn)))
+def test_a_reply_becomes_an_assistant_message(parse):
+    message = make_assistant_message(parse("hermes", f"I add.\n{SUM_CALL}"))
     function = {"name": "add", "arguments": {"a": 1, "b": 2}}
     calls = [{"id": "call00000", "type": "function", "function": function}]
     assert message == {"role": "assistant", "content": "I add.", "tool_calls": calls}
