@@ -271,9 +271,9 @@ def test_hung_work_is_reported_and_redelivered():
     plan = Plan(stuck_attempts=1, on_stall="redeliver", stall_s=20.0, scorers=2)
     stream = run_virtual(run_stream(plan))
     assert stream.ledger.counts.dropped == 0
-    (stall,) = [lease for lease in stream.stalls if lease.uid == "0:1:0"]
-    assert (stall.stage, stall.attempt) == ("reward", 1)
-    assert stall.holder.startswith("reward-")
+    (stall,) = [stall for stall in stream.stalls if stall.uid == "0:1:0"]
+    assert (stall.lease.stage, stall.lease.attempt) == ("reward", 1)
+    assert stall.lease.holder.startswith("reward-")
     assert 20.0 <= stall.age_s <= 26.0
 
 

@@ -166,8 +166,8 @@ def _list_commit_records(
     uid: str, stage_columns: Mapping[str, StageColumns], *, info: GroupInfo | None, version: int
 ) -> Iterator[JournalRecord]:
     for stage, columns in stage_columns.items():
-        lease, names = GroupLease(0, uid, stage, 0, 0.0), columns.column_names
-        yield make_commit_record(lease, read_blob(columns), names=names, info=info, version=version)
+        blob, names = read_blob(columns), columns.column_names
+        yield make_commit_record(uid, stage, blob, names=names, info=info, version=version)
 
 
 @dataclass(frozen=True)

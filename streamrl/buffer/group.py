@@ -11,14 +11,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from streamrl.buffer.config import StageSchema
 from streamrl.buffer.encoding import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.journal import JournalRecord, RecordPosition, read_record
-from streamrl.errors import ContractError
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
 TOKENS_PER_INCARNATION = 1 << 40
@@ -33,13 +32,6 @@ class RecordLocation:
 
     folder: Path
     position: RecordPosition
-
-
-class StoredBlob(NamedTuple):
-    """Blob of a commit or its reference in the object store, and its place on disk, if any."""
-
-    data: Any
-    location: RecordLocation | None
 
 
 @dataclass(eq=False)
@@ -176,9 +168,7 @@ class ReadyQueue:
 
 
 def make_admit_record(uid: str, prompt: bytes, version: int) -> JournalRecord:
-    return JournalRecord(
-        {"kind": "admit", "uid": uid, "version": _validate_version(version)}, prompt
-    )
+    return JournalRecord({"kind": "admit", "uid": uid, "version": version}, prompt)
 
 
 def make_lease_record(
@@ -190,7 +180,13 @@ def make_lease_record(
 
 
 def make_commit_record(
-    lease: GroupLease, blob: Blob, *, names: Iterable[str], info: GroupInfo | None, version: int
+    uid: str,
+    stage: str,
+    blob: Blob,
+    *,
+    names: Iterable[str],
+    info: GroupInfo | None,
+    version: int,
 ) -> JournalRecord:
     """Build the journal record of a commit of columns, which are encoded in `blob`.
 
@@ -198,15 +194,8 @@ def make_commit_record(
     info: sizes of the group; None before its rollouts exist.
     version: policy version in training at the time of the commit.
     """
-    meta = {
-        "kind": "put",
-        "uid": lease.uid,
-        "stage": lease.stage,
-        "version": version,
-        "names": tuple(names),
-        "info": info,
-    }
-    return JournalRecord(meta, blob)
+    meta = {"kind": "put", "uid": uid, "stage": stage, "version": version}
+    return JournalRecord({**meta, "names": tuple(names), "info": info}, blob)
 
 
 def make_nack_record(lease: GroupLease, *, failed: bool) -> JournalRecord:
@@ -223,11 +212,9 @@ def make_finish_record(uid: str, outcome: GroupOutcome) -> JournalRecord:
 def make_remove_record(uids: Sequence[str], version: int) -> JournalRecord:
     """Build the journal record of groups that leave the shard: trained, filtered or dropped.
 
-    version: policy version in training from now on. Raises ContractError for an invalid version.
+    version: policy version in training from now on.
     """
-    return JournalRecord(
-        {"kind": "leave", "uids": list(uids), "version": _validate_version(version)}
-    )
+    return JournalRecord({"kind": "leave", "uids": list(uids), "version": version})
 
 
 def make_open_record(session: str, incarnation: int, *, forgets: bool = False) -> JournalRecord:
@@ -244,13 +231,6 @@ def make_open_record(session: str, incarnation: int, *, forgets: bool = False) -
 def make_seal_record() -> JournalRecord:
     """Build the record that ends a snapshot; a snapshot without this record is truncated."""
     return JournalRecord({"kind": "seal"})
-
-
-def _validate_version(version: object) -> int:
-    # Every restart applies the journal, so an invalid record would break the shard for good.
-    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-        raise ContractError(f"version {version!r}: must be a whole number, 0 or more")
-    return version
 
 
 class ShardState:
@@ -280,11 +260,10 @@ class ShardState:
         self.is_sealed = False
         self.is_damaged = False
         self._next_order = 0
-        self._handlers = {
+        self._handlers: Mapping[str, Callable[[JournalRecord], list[GroupState]]] = {
             "open": self._apply_open,
             "admit": self._apply_admit,
             "lease": self._apply_lease,
-            "put": self._apply_commit,
             "back": self._apply_nack,
             "end": self._apply_finish,
             "leave": self._apply_remove,
@@ -301,7 +280,9 @@ class ShardState:
 
         Records of removed groups have no effect.
         """
-        return self._handlers[record.meta["kind"]](record, StoredBlob(data, location))
+        if record.meta["kind"] == "put":
+            return self._apply_commit(record, data, location)
+        return self._handlers[record.meta["kind"]](record)
 
     def has_seen(self, uid: str) -> bool:
         """Return True if a uid was admitted in this session, even if its group is gone by now."""
@@ -314,15 +295,13 @@ class ShardState:
 
     def find_leased_group(self, lease: GroupLease) -> GroupState | None:
         """Return the group of a lease, or None if the lease is not active."""
-        found = self.find_active(lease.uid, lease.stage, lease.token)
+        found = self.find_active(lease)
         return found[0] if found else None
 
-    def find_active(
-        self, uid: str, stage: str, token: int
-    ) -> tuple[GroupState, ActiveLease] | None:
+    def find_active(self, lease: GroupLease) -> tuple[GroupState, ActiveLease] | None:
         """Return the group and the state of an active lease; None if it is not active."""
-        group = self.groups.get(uid)
-        active = group.find_lease(stage, token) if group else None
+        group = self.groups.get(lease.uid)
+        active = group.find_lease(lease.stage, lease.token) if group else None
         return (group, active) if group and active else None
 
     def is_ready(self, group: GroupState, stage: str) -> bool:
@@ -346,7 +325,7 @@ class ShardState:
         """Return True if no stage will add columns: all have committed, or the group has ended."""
         return group.outcome is not None or len(group.stage_columns) == self._num_producers
 
-    def _apply_open(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
+    def _apply_open(self, record: JournalRecord) -> list[GroupState]:
         """Begin a new incarnation; if it belongs to a different run, void all leases."""
         self.incarnation = record.meta["incarnation"]
         if record.meta.get("forgets"):
@@ -358,11 +337,11 @@ class ShardState:
                 group.leases.clear()
         return []
 
-    def _apply_seal(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
+    def _apply_seal(self, record: JournalRecord) -> list[GroupState]:
         self.is_sealed = True
         return []
 
-    def _apply_admit(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
+    def _apply_admit(self, record: JournalRecord) -> list[GroupState]:
         uid, version = record.meta["uid"], record.meta["version"]
         group = GroupState(
             uid, join_pieces(record.payload), version, self.clock(), self._next_order
@@ -375,7 +354,7 @@ class ShardState:
             self._seen_uids.popitem(last=False)
         return [group]
 
-    def _apply_lease(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
+    def _apply_lease(self, record: JournalRecord) -> list[GroupState]:
         stage, holder, now = record.meta["stage"], record.meta["holder"], self.clock()
         # Leases of the last stage never expire: the coordinator holds them until removal.
         expires_at = math.inf if stage == self.last_stage else now + self.lease_s
@@ -391,14 +370,16 @@ class ShardState:
                 changed.append(group)
         return changed
 
-    def _apply_commit(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
+    def _apply_commit(
+        self, record: JournalRecord, data: Any, location: RecordLocation | None
+    ) -> list[GroupState]:
         meta = record.meta
         group = self.groups.get(meta["uid"])
         if group is None or group.outcome is not None:
             return []
         group.info = group.info or msgspec.convert(meta["info"], GroupInfo | None)
         num_bytes = count_blob_bytes(record.payload)
-        columns = StageColumns(tuple(meta["names"]), num_bytes, stored.data, stored.location)
+        columns = StageColumns(tuple(meta["names"]), num_bytes, data, location)
         group.drop_partial(meta["stage"])
         group.stage_columns[meta["stage"]] = columns
         group.num_bytes += columns.num_bytes
@@ -409,7 +390,7 @@ class ShardState:
             group.ready_version = meta["version"]
         return [group]
 
-    def _apply_nack(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
+    def _apply_nack(self, record: JournalRecord) -> list[GroupState]:
         stage = record.meta["stage"]
         group = self.groups.get(record.meta["uid"])
         if group is None:
@@ -419,7 +400,7 @@ class ShardState:
         group.failures[stage] += record.meta["failed"]
         return [group]
 
-    def _apply_finish(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
+    def _apply_finish(self, record: JournalRecord) -> list[GroupState]:
         group = self.groups.get(record.meta["uid"])
         if group is None or group.outcome is not None:
             return []
@@ -428,7 +409,7 @@ class ShardState:
         group.clear_progress()
         return [group]
 
-    def _apply_remove(self, record: JournalRecord, stored: StoredBlob) -> list[GroupState]:
+    def _apply_remove(self, record: JournalRecord) -> list[GroupState]:
         self.version = max(self.version, record.meta["version"])
         removed = [self.groups.pop(uid) for uid in record.meta["uids"] if uid in self.groups]
         for group in removed:

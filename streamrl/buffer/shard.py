@@ -13,7 +13,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -78,17 +78,17 @@ class OverdueLease:
     Progress is growth of its partial rollouts.
     """
 
-    uid: str
-    stage: str
-    holder: str
-    attempt: int
+    lease: GroupLease
     age_s: float
-    token: int = field(default=0, compare=False)
+
+    @property
+    def uid(self) -> str:
+        return self.lease.uid
 
     @property
     def stall_key(self) -> tuple[str, str, int]:
         """Key of the stalled work, by which the watchdog reports a stall only once."""
-        return self.uid, self.stage, self.attempt
+        return self.lease.uid, self.lease.stage, self.lease.attempt
 
 
 class LeaseTable:
@@ -160,17 +160,21 @@ class LeaseTable:
 
         A holder repeats a request if the reply was lost. Returns [] for a new request.
         """
-        request_id, tokens = self._last_grants.get((request.stage, request.holder), ("", []))
+        request_id, grants = self._last_grants.get((request.stage, request.holder), ("", []))
         if not request.request_id or request.request_id != request_id:
             return []
-        found = (self._state.find_active(uid, request.stage, token) for uid, token in tokens)
-        return [pair for pair in found if pair]
+        groups = ((self._state.groups.get(uid), token) for uid, token in grants)
+        return [
+            (group, active)
+            for group, token in groups
+            if group and (active := group.find_lease(request.stage, token))
+        ]
 
     def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
         """Extend each lease to `lease_s` from now; return the leases that are no longer active."""
         lost = []
         for lease in leases:
-            found = self._state.find_active(lease.uid, lease.stage, lease.token)
+            found = self._state.find_active(lease)
             if found is None:
                 lost.append(lease)
             elif lease.stage != self._state.last_stage:
@@ -181,8 +185,8 @@ class LeaseTable:
         """Yield (group, lease) for each lease that has expired, and stop tracking the lease."""
         now = self._state.clock()
         while self._expiries and self._expiries[0][0] <= now:
-            _, token, lease = heapq.heappop(self._expiries)
-            found = self._state.find_active(lease.uid, lease.stage, token)
+            lease = heapq.heappop(self._expiries)[2]
+            found = self._state.find_active(lease)
             if found is None:
                 continue
             group, active = found
@@ -209,23 +213,10 @@ class LeaseTable:
         """Return active leases without progress for `age_s`, except those of the last stage."""
         now = self._state.clock()
         return [
-            OverdueLease(
-                lease.uid, lease.stage, lease.holder, lease.attempt, now - progress_at, lease.token
-            )
-            for lease, progress_at in (
-                (active.lease, active.progress_at) for _, active in self._list_active_leases()
-            )
-            if lease.stage != self._state.last_stage and progress_at <= now - age_s
+            OverdueLease(active.lease, now - active.progress_at)
+            for _, active in self._list_active_leases()
+            if active.lease.stage != self._state.last_stage and active.progress_at <= now - age_s
         ]
-
-    def select_active(
-        self, leases: Sequence[OverdueLease]
-    ) -> Iterator[tuple[OverdueLease, GroupState, GroupLease]]:
-        """Yield (overdue lease, group, lease) for each overdue lease that is still active."""
-        for overdue in leases:
-            if found := self._state.find_active(overdue.uid, overdue.stage, overdue.token):
-                group, active = found
-                yield overdue, group, active.lease
 
     def find_next_expiry(self) -> float:
         """Return the next time at which a lease may expire; infinite without such a lease."""
@@ -892,9 +883,13 @@ class QueueShard:
         return self._clock() - self._lease_table.grown_at
 
     async def requeue_overdue(self, overdue: Sequence[OverdueLease]) -> None:
-        for stall, group, lease in self._lease_table.select_active(overdue):
-            reason = f"{stall.holder} made no progress for {stall.age_s:.0f} s (pipeline.stall_s)"
-            self._nack_lease(group, lease, GroupOutcome(f"{stall.stage}_stalled", reason))
+        for stall in overdue:
+            lease = stall.lease
+            if group := self._state.find_leased_group(lease):
+                reason = (
+                    f"{lease.holder} made no progress for {stall.age_s:.0f} s (pipeline.stall_s)"
+                )
+                self._nack_lease(group, lease, GroupOutcome(f"{lease.stage}_stalled", reason))
 
     async def locate_groups(self, uids: Sequence[str]) -> dict[str, str]:
         groups = {uid: self._state.groups[uid] for uid in uids if uid in self._state.groups}
@@ -1017,7 +1012,12 @@ def _get_group_info(commit: ColumnCommit, group: GroupState | None) -> GroupInfo
 def _to_commit_record(state: ShardState, commit: ColumnCommit) -> JournalRecord:
     info = _get_group_info(commit, state.groups.get(commit.lease.uid))
     return transitions.make_commit_record(
-        commit.lease, commit.blob, names=commit.column_sizes, info=info, version=state.version
+        commit.uid,
+        commit.lease.stage,
+        commit.blob,
+        names=commit.column_sizes,
+        info=info,
+        version=state.version,
     )
 
 

@@ -114,9 +114,6 @@ class DeviceArbiter:
         self._slots = {phase: frozenset(devices) for phase, devices in (slots or {}).items()}
         self._grants: dict[str, PhaseGrant] = {}
         self._requests: dict[PhaseRequest, None] = {}
-        self._num_waiting: Counter[str] = Counter()
-        """Number of waiting requests by phase."""
-        self._conflicts: dict[tuple[str, str], bool] = {}
         self._preemption_events: dict[str, asyncio.Event] = {}
         """Event that makes a holder's `wait_for_preemption` check again, by holder."""
         self._progress_clock = progress_clock or ProgressClock()
@@ -129,13 +126,12 @@ class DeviceArbiter:
         """
         request = PhaseRequest(holder, phase or holder, asyncio.get_running_loop().create_future())
         self._requests[request] = None
-        self._num_waiting[request.phase] += 1
         self._grant_and_notify()
         try:
             await self._wait_for_grant(request)
         finally:
             if request in self._requests:
-                self._remove_request(request)
+                del self._requests[request]
                 self._notify_holders()
 
     async def _wait_for_grant(self, request: PhaseRequest) -> None:
@@ -167,7 +163,7 @@ class DeviceArbiter:
     def remove_holder(self, holder: str) -> None:
         """Release all grants of a dead holder and drop its waiting requests."""
         for request in [request for request in self._requests if request.holder == holder]:
-            self._remove_request(request)
+            del self._requests[request]
             request.grant_future.set_result(None)
         while phase := self._find_phase(holder):
             self._release_grant(phase, holder, self._grants[phase].holders[holder])
@@ -203,20 +199,12 @@ class DeviceArbiter:
         return next((p for p, grant in self._grants.items() if holder in grant.holders), None)
 
     def _has_conflict(self, phase: str, other: str) -> bool:
-        if (phase, other) not in self._conflicts:
-            devices, other_devices = self._slots.get(phase), self._slots.get(other)
-            shares = devices is None or other_devices is None or bool(devices & other_devices)
-            self._conflicts[phase, other] = phase != other and shares
-        return self._conflicts[phase, other]
+        devices, other_devices = self._slots.get(phase), self._slots.get(other)
+        shares = devices is None or other_devices is None or bool(devices & other_devices)
+        return phase != other and shares
 
     def _has_conflicting_request(self, phase: str) -> bool:
-        return any(self._has_conflict(phase, other) for other in self._num_waiting)
-
-    def _remove_request(self, request: PhaseRequest) -> None:
-        del self._requests[request]
-        self._num_waiting[request.phase] -= 1
-        if not self._num_waiting[request.phase]:
-            del self._num_waiting[request.phase]
+        return any(self._has_conflict(phase, other) for other in {r.phase for r in self._requests})
 
     def _release_grant(self, phase: str, holder: str, times: int) -> None:
         """Take `times` grants of a phase from a holder; a phase without holders ends."""
@@ -269,7 +257,7 @@ class DeviceArbiter:
                 self._has_conflict(phase, other) for other in (*self._grants, *blocked)
             ):
                 grant = self._grants.setdefault(phase, PhaseGrant(now))
-                self._remove_request(request)
+                del self._requests[request]
                 grant.holders[request.holder] += 1
                 request.grant_future.set_result(None)
             else:

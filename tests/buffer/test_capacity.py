@@ -1,14 +1,12 @@
 """Capacity of a shard in groups and bytes: backpressure on admission only."""
 
 import asyncio
-import math
-from typing import Any
 
 import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity, group
 from streamrl.buffer.encoding import encode_columns
-from streamrl.errors import ConfigError, DeadlineError
+from streamrl.errors import DeadlineError
 from tests.buffer.shards import (
     STAGES,
     WORK,
@@ -157,17 +155,3 @@ async def test_commit_never_waits_and_stays_within_reservations(shard: QueueShar
     await finish(shard)
     assert asyncio.get_running_loop().time() == 0.0
     assert (await shard.get_stats()).num_bytes == 3 * WHOLE_BYTES
-
-
-@pytest.mark.parametrize(
-    ("bounds", "words"),
-    [
-        ((0,), "max_groups=0"),
-        ((10, 500, 600), "max_bytes=500"),
-        ((10, 0), "max_bytes=0"),
-        ((10, math.nan), "max_bytes=nan"),
-    ],
-)
-def test_capacity_that_admits_no_group_raises(bounds: tuple[Any, ...], words: str):
-    with pytest.raises(ConfigError, match=words):
-        ShardCapacity(*bounds)

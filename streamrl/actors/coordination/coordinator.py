@@ -344,17 +344,17 @@ class CoordinatorActor(PingableActor):
         waits: what open episodes wait for, for the events of their stage; "" if for nothing.
         """
         by_holder: dict[tuple[str, str], list[OverdueLease]] = {}
-        for lease in overdue:
-            by_holder.setdefault((lease.stage, lease.holder), []).append(lease)
-        for (stage, holder), leases in by_holder.items():
+        for stall in overdue:
+            by_holder.setdefault((stall.lease.stage, stall.lease.holder), []).append(stall)
+        for (stage, holder), stalls in by_holder.items():
             waiting = {"waits": waits} if waits and stage == GENERATE_CALL.stage else {}
             self._driver_events.post_event(
                 "stall",
                 stage=stage,
                 holder=holder,
-                groups=len(leases),
-                age_s=round(max(lease.age_s for lease in leases), 1),
-                uids=" ".join(lease.uid for lease in leases[:8]),
+                groups=len(stalls),
+                age_s=round(max(stall.age_s for stall in stalls), 1),
+                uids=" ".join(stall.uid for stall in stalls[:8]),
                 action=self._config.pipeline.on_stall,
                 **waiting,
             )
