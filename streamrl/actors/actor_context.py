@@ -12,7 +12,7 @@ from typing import Any
 
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.queue_shard import RemoteShard
-from streamrl.actors.transport.ray_calls import await_reply
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply
 from streamrl.buffer import ExperienceQueue
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig
@@ -175,20 +175,18 @@ class RemoteArbiter:
 
         The arbiter, not this call, limits the wait: its error is raised here.
         """
-        reply = self._coordinator.call_arbiter.remote("acquire", holder, phase)
-        await await_reply(reply, "lease.acquire", MAX_LEASE_WAIT_S)
+        await self._call("acquire", holder, phase, timeout_s=MAX_LEASE_WAIT_S)
 
     def report_progress(self, holder: str) -> None:
         self._coordinator.call_arbiter.remote("report_progress", holder)
 
     async def release(self, holder: str) -> None:
-        await await_reply(self._coordinator.call_arbiter.remote("release", holder), "lease.release")
+        await self._call("release", holder)
 
     async def wait_for_preemption(self, holder: str) -> bool:
         """Wait up to PREEMPTION_WAIT_S for a request to free the pool; return whether one came."""
-        return bool(
-            await await_reply(
-                self._coordinator.call_arbiter.remote("wait_for_preemption", holder),
-                "lease.wait_for_preemption",
-            )
-        )
+        return bool(await self._call("wait_for_preemption", holder))
+
+    async def _call(self, method: str, *arguments: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        reply = self._coordinator.call_arbiter.remote(method, *arguments)
+        return await await_reply(reply, f"lease.{method}", timeout_s)

@@ -10,6 +10,7 @@ import uuid
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,6 +21,7 @@ from streamrl.actors.liveness import PingableActor
 from streamrl.actors.transport.ray_calls import (
     CALL_TIMEOUT_S,
     await_reply,
+    call_actor,
     fetch_objects,
     fetch_reply,
 )
@@ -130,21 +132,16 @@ def _replace_blobs(item: Any, blobs: tuple[Blob, ...]) -> Any:
 
 
 @dataclass(frozen=True)
-class ShardRequest:
-    """Call of a method of a shard."""
-
-    method: Callable[..., Coroutine[Any, Any, Any]]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class UseObjectStore:
     """Reply of a shard that cannot go over an RPC connection: it holds object references.
 
     The client then repeats the request as an actor call, because only Ray transfers the ownership
     of objects.
     """
+
+
+ShardRequest = Callable[[QueueShard], Coroutine[Any, Any, Any]]
+"""Call of a method of a shard, as `operator.methodcaller` makes it; picklable."""
 
 
 class ShardActor(PingableActor):
@@ -186,7 +183,7 @@ class ShardActor(PingableActor):
 
     async def handle_request(self, request: ShardRequest) -> Any:
         """Run a method of the shard; the reply may hold object-store references."""
-        return await request.method(self._shard, *request.args, **request.kwargs)
+        return await request(self._shard)
 
     async def _handle_rpc(self, request: ShardRequest) -> Any:
         reply = await self.handle_request(request)
@@ -226,11 +223,11 @@ class RemoteShard:
         Raises ActorLostError if the shard does not come back, DeadlineError, and the errors of the
         method.
         """
-        request = ShardRequest(method, args, kwargs)
+        named: Mapping[str, Any] = kwargs
+        request: ShardRequest = methodcaller(method.__name__, *args, **named)
         call_name = f"{self.name}.{method.__name__}"
-        by_actor = _has_large_blobs([*request.args, *request.kwargs.values()])
-        timeout_s = METHOD_TIMEOUTS_S.get(request.method, CALL_TIMEOUT_S)
-        timeout_s += request.kwargs.get("wait_s", 0.0)
+        by_actor = _has_large_blobs([*args, *named.values()])
+        timeout_s = METHOD_TIMEOUTS_S.get(method, CALL_TIMEOUT_S) + named.get("wait_s", 0.0)
 
         async def attempt() -> Any:
             reply: Any = UseObjectStore()
@@ -290,7 +287,7 @@ class RemoteShard:
         return await asyncio.shield(opening)
 
     async def _open_connection(self) -> RpcConnection:
-        endpoint = await await_reply(self.actor.get_endpoint.remote(), f"{self.name}.get_endpoint")
+        endpoint = await call_actor(self.actor, self.name, "get_endpoint")
         assert isinstance(endpoint, RpcEndpoint)
         return await RpcConnection.open(endpoint)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.bench import Bench, ScenarioResult
-from tests.chaos.scenarios import Scenario, all_scenarios, more_scenarios, short_scenarios
+from tests.chaos.scenarios import Scenario, all_scenarios, short_scenarios
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run_chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="chooses actors, hits and delays")
     parser.add_argument("--short", action="store_true", help="a scenario per role")
-    parser.add_argument("--more", action="store_true", help="scenarios outside the table")
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROLE[:POINT]", help="may be repeated"
     )
@@ -49,15 +48,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _choose_scenarios(arguments: argparse.Namespace) -> list[Scenario]:
     seed, names = arguments.seed, set(arguments.only)
-    valid = {s.name for s in [*all_scenarios(seed), *more_scenarios(seed)]}
+    valid = {scenario.name for scenario in all_scenarios(seed)}
     valid |= {name.partition(":")[0] for name in valid}
     if names - valid:
         sys.exit(f"--only {min(names - valid)}: must be one of {', '.join(sorted(valid))}")
     scenarios = short_scenarios(seed) if arguments.short else all_scenarios(seed)
-    if arguments.more:
-        scenarios = more_scenarios(seed)
-    elif names:
-        scenarios = [*scenarios, *more_scenarios(seed)]
     exact = [s for s in scenarios if s.name in names]
     return exact + [s for s in scenarios if not names or (s.role in names and s not in exact)]
 

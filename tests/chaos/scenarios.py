@@ -130,17 +130,16 @@ class Scenario:
     stored: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
-    variant: str = ""
 
     @property
     def name(self) -> str:
         """Name for the option --only."""
-        return ":".join(filter(None, (self.role, self.point, self.variant)))
+        return f"{self.role}:{self.point}"
 
     @property
     def heals(self) -> bool:
         """Whether the run continues after the kill; otherwise the bench resumes it."""
-        return self.role == HOST or (self.role in ROLES and ROLES[self.role].heals)
+        return self.role == HOST or ROLES[self.role].heals
 
     @property
     def is_on_policy(self) -> bool:
@@ -231,40 +230,3 @@ def short_scenarios(seed: int) -> list[Scenario]:
     points = [FAULT_POINTS[(seed + i) % len(FAULT_POINTS)] for i in range(len(ROLES))]
     table = [make_scenario(role, point, seed) for role, point in zip(ROLES, points, strict=True)]
     return [*table, *episode_scenarios(seed)]
-
-
-def more_scenarios(seed: int) -> list[Scenario]:
-    """Return scenarios outside the table: other placements, the driver, narrower fault points."""
-    draw = random.Random(f"{seed}:more")
-    sequential = {**ON_POLICY, "placement.mode": "sequential"}
-    colocated = {"pipeline.max_staleness": 1, "placement.mode": "colocated"}
-    evaluated = {**ON_POLICY, "evaluation.at_start": "true"}
-    pulled = {**ON_POLICY, TRANSPORT: draw.choice(sorted(TRANSPORTS.values()))}
-    delay_s = draw.choice((0.0, 0.002, 0.01, AT_THE_END_S))
-
-    def kill(role: str, point: str, hits: tuple[int, int], text: str, **more: Any) -> Scenario:
-        actor = draw.choice(ROLES[role].actors) if role in ROLES else role
-        more = {"settings": ON_POLICY, **more}
-        return Scenario(role, point, actor, draw.randint(*hits), text=text, **more)
-
-    in_turn: dict[str, Any] = {"settings": sequential, "variant": "in_turn"}
-    in_place: dict[str, Any] = {"settings": colocated, "variant": "in_place"}
-    leased = "it has leased groups, and waits for the device lease"
-    fetched = "its response has arrived, and the columns it owns are not fetched"
-    updated = "it has updated weights that it shares with its generator"
-    paused = "forward and backward are under way, and its generator is paused"
-    loaded = "it has loaded the model, before the first step"
-    pulls = "it fetches a version, or has fetched it"
-    on_policy = {"settings": {**colocated, **ON_POLICY}}
-    return [
-        kill("generator", "mid_compute", (1, 16), "it samples under the device lease", **in_turn),
-        kill("scorer", "after_take", (1, 4), leased, **in_turn),
-        kill("generator", "mid_evaluation", (1, 8), "it samples to evaluate", settings=evaluated),
-        kill("scorer", "mid_evaluation", (1, 8), "it scores to evaluate", settings=evaluated),
-        kill("generator", "mid_pull", (2, 5), pulls, delay_s=delay_s, settings=pulled),
-        kill("shard", "mid_fetch", (1, 3), fetched, stored=True),
-        kill("trainer", "at_start", (1, 1), loaded),
-        kill("trainer", "mid_put", (2, 5), updated, **{**in_place, **on_policy}),
-        kill("trainer", "mid_compute", (1, 10), paused, **in_place),
-        kill("driver", "mid_step", (1, 5), "it writes the metrics of a step"),
-    ]

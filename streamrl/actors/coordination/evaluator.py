@@ -7,7 +7,7 @@ from typing import Any
 
 from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.actors.transport.ray_calls import await_reply
+from streamrl.actors.transport.ray_calls import await_reply, call_actor
 from streamrl.config.run_config import RunConfig
 from streamrl.errors import (
     ActorLostError,
@@ -80,7 +80,7 @@ class RunEvaluator:
         while True:
             name, actor = self.choose_replica(role)
             try:
-                return await self._call_actor(actor, method, arguments, name=name)
+                return await self._call_actor(name, actor, method, *arguments)
             except (ActorLostError, GenerationError, WeightsError):
                 may_recover = self._can_restart or name not in role.names
                 deadline = deadline or asyncio.get_running_loop().time() + self._timeout_s
@@ -88,15 +88,13 @@ class RunEvaluator:
                     raise
                 await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _call_actor(
-        self, actor: Any, method: str, arguments: Sequence[Any], *, name: str
-    ) -> Any:
+    async def _call_actor(self, name: str, actor: Any, method: str, *arguments: Any) -> Any:
         """Call a method; raise DeadlineError once the actor does not answer a ping in time."""
-        call_name, reply = f"{name}.{method}", getattr(actor, method).remote(*arguments)
-        waiting = asyncio.ensure_future(await_reply(reply, call_name, MAX_LEASE_WAIT_S))
+        call = call_actor(actor, name, method, *arguments, timeout_s=MAX_LEASE_WAIT_S)
+        waiting = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait({waiting}, timeout=self._ping_every_s))[0]:
-                await await_reply(actor.ping.remote(), f"{call_name}: ping", self._timeout_s)
+                await await_reply(actor.ping.remote(), f"{name}.{method}: ping", self._timeout_s)
             return waiting.result()
         finally:
             waiting.cancel()

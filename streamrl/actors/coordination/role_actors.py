@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.actors.transport.ray_calls import await_reply
+from streamrl.actors.transport.ray_calls import call_actor
 from streamrl.dataflow import CallKind, ModelCall
 from streamrl.errors import ActorLostError, DeadlineError
 from streamrl.user_code.service_gate import Outage
@@ -60,9 +60,8 @@ async def _ask_replicas(role: RoleActors, method: str, default: Any) -> dict[str
     """Return the answer of each actor by name; `default` for hung and dead ones."""
 
     async def ask(name: str, actor: Any) -> Any:
-        reply = getattr(actor, method).remote()
         try:
-            return await await_reply(reply, f"{name}.{method}", WAITS_TIMEOUT_S)
+            return await call_actor(actor, name, method, timeout_s=WAITS_TIMEOUT_S)
         except (ActorLostError, DeadlineError):
             return default
 

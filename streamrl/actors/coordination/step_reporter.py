@@ -15,7 +15,7 @@ from streamrl.actors.coordination.driver_events import (
     StepReport,
 )
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.actors.transport.ray_calls import await_reply
+from streamrl.actors.transport.ray_calls import call_actor
 from streamrl.algorithms import summarize_policy
 from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX, summarize_critic
 from streamrl.config.run_config import RunConfig
@@ -212,7 +212,7 @@ class StepReporter:
         reported.
         """
         call = self._open_calls.pop(name, None) or asyncio.ensure_future(
-            await_reply(actor.collect_report.remote(), f"{name}.collect_report")
+            call_actor(actor, name, "collect_report")
         )
         await asyncio.wait({call}, timeout=DRAIN_TIMEOUT_S)
         if not call.done():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply, gather_replies
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor, gather_replies
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY
@@ -75,7 +75,8 @@ class TrainerGroup(ParallelTrainer):
         self._has_logprob_check = False
         self._name = ranks.names[0].rpartition("-")[0]
         self._ranks = ranks.actors
-        trainer_config = config.get_trainer_config(self.role)
+        trainer_config = self._trainer_config
+        self._dp_ranks = [trainer_config.get_dp_rank(i) for i in range(len(self._ranks))]
         self._timeout_s = trainer_config.collective_timeout_s + CALL_TIMEOUT_S
         # A publish may include a logprob check, which is a forward pass.
         self._is_publish_collective = trainer_config.has_collective_forward or (
@@ -92,33 +93,20 @@ class TrainerGroup(ParallelTrainer):
             return
         to_precompute = self.select_precomputed(rounds)
         async with self._exclude_publish():
-            plans = [
-                rank.plan_step.remote(
-                    uids,
-                    [batches[dp_rank] for batches in to_precompute],
-                    self._adaptive_params,
-                    self._version,
-                )
-                for rank, dp_rank in self._pair_dp_ranks()
-            ]
-            await self._gather_replies("plan_step", plans)
+            planned = [[batches[rank] for batches in to_precompute] for rank in self._dp_ranks]
+            await self._call_each_rank(
+                "plan_step",
+                [(uids, batches, self._adaptive_params, self._version) for batches in planned],
+            )
 
     async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
         """Train a round, one micro-batch per data-parallel rank; return the sums over the ranks."""
-        version, adaptive_params = self._version, self._adaptive_params
+        step = (epoch, self._version, self._adaptive_params)
         async with self._exclude_publish():
-            calls = [
-                rank.train_micro_batch.remote(
-                    micro_batches[dp_rank], epoch, version, adaptive_params
-                )
-                for rank, dp_rank in self._pair_dp_ranks()
-            ]
-            rank_sums = await self._gather_replies("train_micro_batch", calls)
+            rank_sums = await self._call_each_rank(
+                "train_micro_batch", [(micro_batches[rank], *step) for rank in self._dp_ranks]
+            )
         return self.sum_over_ranks(rank_sums)
-
-    def _pair_dp_ranks(self) -> list[tuple[Any, int]]:
-        """Return every rank's actor with its dp_rank."""
-        return [(rank, self._trainer_config.get_dp_rank(i)) for i, rank in enumerate(self._ranks)]
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Run the optimizer step on every rank; return rank 0's metrics of the update.
@@ -126,10 +114,9 @@ class TrainerGroup(ParallelTrainer):
         sums: sums of all rounds of the update.
         """
         async with self._exclude_publish():
-            replies = await self._gather_replies(
-                "update", [rank.update.remote(sums, self._version) for rank in self._ranks]
-            )
-        metrics: Mapping[str, float] = replies[0]
+            metrics: Mapping[str, float] = (await self._call_ranks("update", sums, self._version))[
+                0
+            ]
         return metrics
 
     async def publish_weights(self, version: int, followers: Sequence[str]) -> WeightManifest:
@@ -141,11 +128,9 @@ class TrainerGroup(ParallelTrainer):
                 self._has_logprob_check = is_logprob_check_due(
                     self._num_published, every=self._probe_every
                 )
-            calls = [
-                rank.publish_weights.remote(version, followers, self._has_logprob_check)
-                for rank in self._ranks
-            ]
-            manifest = (await self._gather_replies("publish_weights", calls))[0]
+            manifest, *_ = await self._call_ranks(
+                "publish_weights", version, followers, self._has_logprob_check
+            )
             self._num_published += version != self._published_version
             self._published_version = version
         assert isinstance(manifest, WeightManifest)
@@ -154,16 +139,16 @@ class TrainerGroup(ParallelTrainer):
     async def publish_reference(self, version: int, followers: Sequence[str]) -> WeightManifest:
         """Update the policy's EMA reference and publish it as `version`; return the manifest."""
         async with self._publish_lock:
-            calls = [rank.publish_reference.remote(version, followers) for rank in self._ranks]
-            manifest = (await self._gather_replies("publish_reference", calls))[0]
+            manifest, *_ = await self._call_ranks("publish_reference", version, followers)
         assert isinstance(manifest, WeightManifest)
         return manifest
 
     async def save_checkpoint(self, writer: CheckpointWriter) -> None:
-        model, state = writer.get_role_dirs(self.role)
+        folders = writer.get_role_dirs(self.role)
         async with self._exclude_publish():
-            saved = [rank.save_checkpoint.remote(model, state) for rank in self._ranks]
-            for proofs in await self._gather_replies("save_checkpoint", saved, SAVE_TIMEOUT_S):
+            for proofs in await self._call_ranks(
+                "save_checkpoint", *folders, timeout_s=SAVE_TIMEOUT_S
+            ):
                 writer.add_proofs(proofs)
 
     def _exclude_publish(self) -> contextlib.AbstractAsyncContextManager[object]:
@@ -174,10 +159,19 @@ class TrainerGroup(ParallelTrainer):
         """
         return self._publish_lock if self._is_publish_collective else contextlib.nullcontext()
 
-    async def _gather_replies(
-        self, method: str, replies: Sequence[Any], timeout_s: float | None = None
+    async def _call_ranks(
+        self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
-        names = (f"{self._name}-{rank}.{method}" for rank in range(len(self._ranks)))
+        """Call a method of every rank with the same arguments; return the replies by rank."""
+        return await self._call_each_rank(method, [arguments] * len(self._ranks), timeout_s)
+
+    async def _call_each_rank(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call a method of every rank with its own arguments; return the replies by rank."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        calls = (await_reply(r, name, timeout_s) for r, name in zip(replies, names, strict=True))
+        calls = (
+            call_actor(rank, f"{self._name}-{i}", method, *values, timeout_s=timeout_s)
+            for i, (rank, values) in enumerate(zip(self._ranks, arguments, strict=True))
+        )
         return await gather_replies(*calls)

@@ -56,6 +56,14 @@ async def await_reply(reply: Any, call_name: str, timeout_s: float = CALL_TIMEOU
         raise translate_error(error, call_name) from None
 
 
+async def call_actor(
+    actor: Any, name: str, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S
+) -> Any:
+    """Call a method of the actor `name`; return its reply, or raise as `await_reply` does."""
+    reply = getattr(actor, method).remote(*arguments)
+    return await await_reply(reply, f"{name}.{method}", timeout_s)
+
+
 def fetch_reply(replies: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
     """Return the reply of an actor call, or a list of replies; blocks the thread.
 

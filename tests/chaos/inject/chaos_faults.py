@@ -6,7 +6,6 @@ such a method, the import raises AttributeError and the run fails: no fault poin
 """
 
 import asyncio
-import contextvars
 import functools
 import glob
 import json
@@ -44,13 +43,8 @@ class PlannedFault:
         if name != self.actor:
             return
         self.is_target = True
-        watch = {
-            ("generator", "mid_checkpoint"): self._watch_checkpoints,
-            ("scorer", "mid_checkpoint"): self._watch_checkpoints,
-            ("shard", "mid_fetch"): self._watch_requests,
-        }.get((self.role, self.point))
-        if watch is not None:
-            threading.Thread(target=watch, daemon=True).start()
+        if self.point == "mid_checkpoint" and self.role in ("generator", "scorer"):
+            threading.Thread(target=self._watch_checkpoints, daemon=True).start()
 
     def count_hit(self, role, point):
         """Count a hit of the planned fault point; return whether the kill is due.
@@ -84,19 +78,6 @@ class PlannedFault:
     def kill_if_due(self, role, point):
         """Count a hit of a fault point without duration; kill at the planned hit."""
         if self.count_hit(role, point):
-            self.kill()
-
-    def request_kill(self):
-        """Request that the actor in another process kill itself; wait until its marker appears."""
-        with open(f"{self.marker}.request", "x"):
-            pass
-        while not os.path.exists(self.marker):
-            time.sleep(POLL_S)
-
-    def _watch_requests(self):
-        while not os.path.exists(f"{self.marker}.request"):
-            time.sleep(POLL_S)
-        if not os.path.exists(self.marker):
             self.kill()
 
     def _watch_checkpoints(self):
@@ -143,13 +124,11 @@ async def run_and_kill(fault, work, role, point):
     fault.kill()
 
 
-def kill_during_async(fault, owner, name, role, point, named=None):
-    """Kill during this coroutine function; with `named`, count only calls with that argument."""
+def kill_during_async(fault, owner, name, role, point):
+    """Kill during this coroutine function or at its end."""
 
-    async def around(original, *arguments, **keywords):
-        work = functools.partial(original, *arguments, **keywords)
-        if named not in (None, *keywords):
-            return await work()
+    async def around(original, *arguments, **named):
+        work = functools.partial(original, *arguments, **named)
         return await run_and_kill(fault, work, role, point)
 
     wrap_async(owner, name, around)
@@ -199,39 +178,11 @@ def patch_queue_client(fault, module):
         wrap_async(queue, "read_columns", read)
 
 
-called_shard = contextvars.ContextVar("called_shard", default="")
-"""Name of the shard of the current remote call."""
-
-
-def patch_stored_blobs(fault, module):
-    """Kill a shard whose response a reader has, before the reader fetches the shard's columns."""
+def patch_remote_shard(fault, module):
     if fault.stored:
         module.INLINE_BYTES = 0
 
-    async def resolve(original, groups):
-        is_stored = any(
-            isinstance(blob, module.ObjectStoreBlob) for blobs in groups for blob in blobs
-        )
-        if (
-            is_stored
-            and called_shard.get() == fault.actor
-            and fault.count_hit("shard", "mid_fetch")
-        ):
-            fault.request_kill()
-            # Objects of a dead process stay readable until Ray notices the death.
-            await asyncio.sleep(1.0)
-        return await original(groups)
-
-    if fault.point == "mid_fetch":
-        fault.is_target = True
-        wrap_async(module, "resolve_blobs", resolve)
-
-
-def patch_remote_shard(fault, module):
-    patch_stored_blobs(fault, module)
-
     async def ask(original, self, method, *arguments, **named):
-        called_shard.set(self.name)
         work = functools.partial(original, self, method, *arguments, **named)
         if fault.role in ("generator", "scorer") and method.__name__ == "commit_columns":
             return await run_and_kill(fault, work, fault.role, "mid_put")
@@ -241,10 +192,7 @@ def patch_remote_shard(fault, module):
 
 
 def patch_generation_engine(fault, module):
-    engine = module.GenerationEngine
-    kill_during_async(fault, engine, "generate_group", "generator", "mid_compute")
-    # Only evaluation passes `sampling`; groups use the generator's own settings.
-    kill_during_async(fault, engine, "generate", "generator", "mid_evaluation", named="sampling")
+    kill_during_async(fault, module.GenerationEngine, "generate_group", "generator", "mid_compute")
 
 
 def patch_host_pool(fault, module):
@@ -265,13 +213,8 @@ def patch_environment_host(fault, module):
     wrap_async(module.EnvironmentHost, "__call__", handle)
 
 
-def patch_weight_channel(fault, module):
-    kill_during_async(fault, module.RemoteWeightChannel, "fetch_weights", "generator", "mid_pull")
-
-
 def patch_reward_scorer(fault, module):
-    point = "mid_evaluation" if fault.point == "mid_evaluation" else "mid_compute"
-    kill_during_async(fault, module.RewardScorer, "score", "scorer", point)
+    kill_during_async(fault, module.RewardScorer, "score", "scorer", "mid_compute")
 
 
 def patch_durable_shard(fault, module):
@@ -357,10 +300,6 @@ def patch_model_trainer(fault, module):
     kill_during(fault, trainer, "train_micro_batch", "trainer", "mid_compute")
     kill_during(fault, trainer, "save_model", "trainer", "mid_checkpoint")
 
-    def init(original, self, *arguments, **named):
-        original(self, *arguments, **named)
-        fault.kill_if_due("trainer", "at_start")
-
     updated = threading.Event()
 
     def update(original, self, *arguments):
@@ -379,27 +318,13 @@ def patch_model_trainer(fault, module):
                 fault.kill_if_due("trainer", "mid_put")
             yield item
 
-    wrap(trainer, "__init__", init)
     wrap(trainer, "update", update)
     wrap(trainer, "full_state", full_state)
 
 
-def patch_metrics_sink(fault, module):
-    """Kill the driver before it writes the metrics of a step."""
-
-    def step(original, self, *arguments):
-        fault.enable_in_actor("driver")
-        fault.kill_if_due("driver", "mid_step")
-        original(self, *arguments)
-
-    wrap(module.JsonlSink, "log_step", step)
-
-
 PATCHES = {
-    "streamrl.telemetry.sinks": patch_metrics_sink,
     "streamrl.buffer.client": patch_queue_client,
     "streamrl.actors.queue_shard": patch_remote_shard,
-    "streamrl.actors.replica": patch_weight_channel,
     "streamrl.engines.generation.generation_engine": patch_generation_engine,
     "streamrl.environments.hosts.host_pool": patch_host_pool,
     "streamrl.environments.hosts.environment_host": patch_environment_host,
