@@ -15,6 +15,7 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
@@ -62,12 +63,7 @@ def run(
     """
     processes, pipes = [], []
     for call_args in arguments:
-        parent_end, child_end = context().Pipe()
-        process = context().Process(
-            target=_answer, args=(child_end, function, call_args), daemon=True
-        )
-        process.start()
-        child_end.close()
+        process, parent_end = start(_answer, function, call_args)
         processes.append(process)
         pipes.append(parent_end)
     results: list[Any] = [None] * len(pipes)
@@ -84,6 +80,19 @@ def run(
             process.kill()
             process.join()
     return results
+
+
+def start(
+    target: Callable[..., None], *arguments: Any, **keywords: Any
+) -> tuple[BaseProcess, Connection]:
+    """Start a process that calls `target(pipe, *arguments)`; return it and the pipe's other end."""
+    parent_end, child_end = context().Pipe()
+    process = context().Process(
+        target=target, args=(child_end, *arguments), kwargs=keywords, daemon=True
+    )
+    process.start()
+    child_end.close()
+    return process, parent_end
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], call_args: tuple[Any, ...]) -> None:

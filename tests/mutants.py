@@ -152,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "weights/transports/collective.py",
         "if received != header:",
         "if not received:",
-        "tests/weights/transports/test_collective_group.py",
+        "tests/weights/transports/test_collective.py -k header",
     ),
     # engines
     Mutant(

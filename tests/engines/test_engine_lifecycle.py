@@ -22,7 +22,11 @@ from tests.engines.tiny_qwen import (
     weights_of,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.xdist_group("engines"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +40,6 @@ def environment(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
             thread.join(timeout=60)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(tmp_path: Path):
     model = endless_model(seed=1)
     async with start_engine(save(model, tmp_path), GeneratorConfig()) as engine:
@@ -62,7 +65,6 @@ async def test_a_weight_load_that_fails_half_way_fails_pending_and_later_calls(t
         assert engine.version == 0
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_process_has_at_most_one_engine_and_a_closed_one_raises(tmp_path: Path):
     model = endless_model(seed=1)
     folder = save(model, tmp_path)
@@ -79,20 +81,12 @@ async def test_a_process_has_at_most_one_engine_and_a_closed_one_raises(tmp_path
             await engine.generate(SHORT, seeds=[1])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(
-    ("config", "max_length"),
-    [(GeneratorConfig(), 2 * MAX_LENGTH), (GeneratorConfig(kv_cache_mb=1, threads=1), 10**6)],
-)
-async def test_settings_that_do_not_fit_the_model_are_rejected_at_start(
-    tmp_path: Path, config: GeneratorConfig, max_length: int
-):
+async def test_settings_that_do_not_fit_the_model_are_rejected_at_start(tmp_path: Path):
     folder = save(tiny_model(tied=True, seed=1), tmp_path)
     with pytest.raises(ConfigError, match="max_model_len"):
-        await GenerationEngine.start(EngineSpec(folder, config, max_length))
+        await GenerationEngine.start(EngineSpec(folder, GeneratorConfig(), 2 * MAX_LENGTH))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_start_past_its_deadline_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -110,7 +104,6 @@ async def test_a_start_past_its_deadline_is_reported(
     release.set()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_process_without_the_vllm_environment_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

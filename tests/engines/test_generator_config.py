@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
-from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.weights.versions import NUM_SEQUENCES
 
 
@@ -31,10 +30,3 @@ def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache():
     # The budget of a step holds the longest prompt.
     assert args["enable_chunked_prefill"] is False
     assert args["max_num_batched_tokens"] == 8192
-
-
-def test_the_model_runner_is_pinned_and_dynamo_disabled_on_a_cpu():
-    cpu, gpu = make_vllm_env("cpu", threads=2), make_vllm_env("cuda")
-    assert (cpu["VLLM_USE_V2_MODEL_RUNNER"], gpu["VLLM_USE_V2_MODEL_RUNNER"]) == ("0", "1")
-    assert (cpu["TORCHDYNAMO_DISABLE"], cpu["OMP_NUM_THREADS"]) == ("1", "2")
-    assert "TORCHDYNAMO_DISABLE" not in gpu

@@ -17,12 +17,6 @@ class Tied(torch.nn.Module):
         self.head.weight = self.embed.weight
 
 
-def test_a_parameter_set_has_all_names_and_the_tied_groups():
-    parameters = ParameterSet.from_module(Tied())
-    assert parameters.shapes == {"embed.weight": (6, 4), "norm.weight": (4,), "head.weight": (6, 4)}
-    assert parameters.tied_groups == (frozenset({"embed.weight", "head.weight"}),)
-
-
 @pytest.mark.parametrize("tied_name", ["embed.weight", "head.weight"])
 def test_any_tied_name_is_enough(tied_name: str):
     weight = torch.ones(6, 4)

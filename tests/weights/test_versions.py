@@ -186,54 +186,44 @@ def test_the_first_token_is_ignored_and_nan_fails():
         check.compare_logprobs([np.array([0, math.nan, -2], np.float32)], "generator-0")
 
 
-def make_difference(*parts: tuple[int, float]) -> LogprobCheck:
-    """Make a check whose follower, with zeros, differs by the given nats in so many tokens."""
-    values = np.concatenate([np.zeros(1), *(np.full(count, nats) for count, nats in parts)])
-    return LogprobCheck([np.zeros(len(values), np.int32)], [values], limit=0.1)
+def repeat(*parts: tuple[int, float]) -> np.ndarray:
+    """Return logprobs of so many tokens each, after the first token."""
+    return np.concatenate([np.zeros(1), *(np.full(count, nats) for count, nats in parts)])
+
+
+SPREAD = np.array([0.0, *[-5.0, -25.0] * 50])
+"""A standard deviation of 10 nats: rounding of large logits may be three times the limit."""
 
 
 @pytest.mark.parametrize(
-    ("parts", "passes"),
+    ("ours", "theirs", "limit"),
     [
-        ([(1000, 0.09)], True),
-        ([(1000, 0.11)], False),  # the mean
-        ([(985, 0.01), (15, 5.0)], True),  # flipped experts
-        ([(960, 0.01), (40, 5.0)], False),
-        ([(850, 0.0), (150, 0.3)], False),  # the quantile
-        ([(500, 20.0), (500, 40.0)], False),
+        (repeat((1000, 0.09)), 0.0, ""),
+        (repeat((1000, 0.11)), 0.0, "0.1"),  # the mean
+        (repeat((985, 0.01), (15, 5.0)), 0.0, ""),  # flipped experts
+        (repeat((960, 0.01), (40, 5.0)), 0.0, r"0\.\d+"),
+        (repeat((850, 0.0), (150, 0.3)), 0.0, "0.1"),  # the quantile
+        (repeat((500, 20.0), (500, 40.0)), 0.0, "0.3"),
+        (SPREAD, SPREAD + 0.29, ""),
+        (SPREAD, SPREAD + 0.31, "0.3"),
     ],
 )
-def test_limits_hold_for_the_mean_and_for_nine_tokens_in_ten(
-    parts: list[tuple[int, float]], passes: bool
+def test_limits_hold_for_mean_and_quantile_and_grow_with_the_spread(
+    ours: np.ndarray, theirs: np.ndarray | float, limit: str
 ):
-    check = make_difference(*parts)
-    zeros = [np.zeros_like(check.logprobs[0])]
-    with nullcontext() if passes else pytest.raises(LogprobCheckError, match=r"probe_limit=0\.1"):
-        check.compare_logprobs(zeros, "generator-0")
+    check = LogprobCheck([np.zeros(len(ours), np.int32)], [ours], limit=0.1)
+    fault = rf"probe_limit=0\.1 these may be {limit} and"
+    with pytest.raises(LogprobCheckError, match=fault) if limit else nullcontext():
+        check.compare_logprobs([np.zeros_like(ours) + theirs], "generator-0")
 
 
-@pytest.mark.parametrize(("nats", "passes"), [(0.29, True), (0.31, False)])
-def test_the_limit_grows_with_the_spread_of_the_logprobs(nats: float, passes: bool):
-    # A standard deviation of 10 nats: rounding of large logits may be three times the limit.
-    values = np.array([0.0, *[-5.0, -25.0] * 50])
-    check = LogprobCheck([np.zeros(len(values), np.int32)], [values], limit=0.1)
-    with nullcontext() if passes else pytest.raises(LogprobCheckError, match=r"may be 0\.3 and"):
-        check.compare_logprobs([values + nats], "generator-0")
-
-
-def test_one_token_sequences_compare_nothing_and_pass():
-    sequences = make_check_sequences(vocab_size=50, max_length=2)
-    assert {len(ids) for ids in sequences} == {1}
-    logprobs = [np.zeros(1, np.float32)] * len(sequences)
-    assert (
-        LogprobCheck(sequences, logprobs, limit=0.1).compare_logprobs(logprobs, "generator-0")
-        == 0.0
-    )
-
-
-def test_check_sequences_are_reproducible_and_fit_the_model():
-    sequences = make_check_sequences(vocab_size=50, max_length=20)
-    repeated = make_check_sequences(vocab_size=50, max_length=20)
+@pytest.mark.parametrize(("max_length", "num_tokens"), [(20, 19), (2, 1)])
+def test_check_sequences_are_reproducible_and_fit_the_model(max_length: int, num_tokens: int):
+    sequences = make_check_sequences(vocab_size=50, max_length=max_length)
+    repeated = make_check_sequences(vocab_size=50, max_length=max_length)
     assert all(np.array_equal(a, b) for a, b in zip(sequences, repeated, strict=True))
-    assert {len(ids) for ids in sequences} == {19}
+    assert {len(ids) for ids in sequences} == {num_tokens}
     assert all(ids.min() >= 0 and ids.max() < 50 for ids in sequences)
+    logprobs = [np.zeros(num_tokens, np.float32)] * len(sequences)
+    check = LogprobCheck(sequences, logprobs, limit=0.1)
+    assert check.compare_logprobs(logprobs, "generator-0") == 0.0

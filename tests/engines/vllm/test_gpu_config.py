@@ -16,14 +16,32 @@ ROOT = Path(__file__).parents[3]
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 TIMEOUT_S = 300
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "4096 rollouts": {"max_concurrent_rollouts": 4096},
-    "16384 rollouts": {"max_concurrent_rollouts": 16384},
-    "shared GPU": {"kv_cache_mb": 1024},
-    "tensor parallel 8": {"tensor_parallel": 8},
-    "float32": {"dtype": "float32"},
-    "float16": {"dtype": "float16"},
+CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    # Settings, maximum length, and facts of vLLM's config.
+    "default": (
+        {},
+        4096,
+        {"step_tokens": 8192, "dtype": "bfloat16", "ranks": 1, "sleep_mode": False},
+    ),
+    "4096 rollouts": (
+        {"max_concurrent_rollouts": 4096},
+        4096,
+        {"step_tokens": 8192, "sequences": 4096 + NUM_SEQUENCES},
+    ),
+    "16384 rollouts": (
+        {"max_concurrent_rollouts": 16384},
+        4096,
+        {"step_tokens": 16384 + NUM_SEQUENCES},
+    ),
+    "shared GPU": ({"kv_cache_mb": 1024}, 4096, {"sleep_mode": True}),
+    "tensor parallel 8": ({"tensor_parallel": 8}, 4096, {"ranks": 8}),
+    "float32": ({"dtype": "float32"}, 4096, {"dtype": "float32"}),
+    "float16": ({"dtype": "float16"}, 4096, {"dtype": "float16"}),
+    "long": ({}, 32768, {"max_length": 32768, "step_tokens": 8192}),
+    **{
+        name: (vars(load_config(ROOT / "configs" / f"{name}.yaml").generator), 4096, {})
+        for name in RECIPES
+    },
 }
 
 
@@ -40,17 +58,13 @@ def write_model(folder: Path) -> str:
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Facts of vLLM's config, or its error, by recipe and by name of settings."""
     model = write_model(tmp_path_factory.mktemp("model"))
-    generators = {
-        name: vars(load_config(ROOT / "configs" / f"{name}.yaml").generator) for name in RECIPES
-    }
-    cases: dict[str, dict[str, Any]] = {
-        name: {"model": model, "generator": settings, "max_length": 4096}
-        for name, settings in (generators | SETTINGS).items()
-    }
-    cases["long"] = {"model": model, "generator": {}, "max_length": 32768}
+    cases = [
+        {"model": model, "generator": settings, "max_length": max_length}
+        for settings, max_length, _ in CASES.values()
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.engines.vllm.stub_gpu"],
-        input=json.dumps([*cases.values()]),
+        input=json.dumps(cases),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -58,12 +72,15 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *SETTINGS, "long"])
-def test_vllm_accepts_the_arguments_on_a_gpu(name: str, facts: dict[str, dict[str, Any]]):
-    built = facts[name]
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_accepts_the_arguments_on_a_gpu_and_follows_the_settings(
+    name: str, facts: dict[str, dict[str, Any]]
+):
+    built, (_, _, expected) = facts[name], CASES[name]
+    assert built | expected == built
     assert "error" not in built
     assert built["v2_runner"], "the model runner is pinned"
     assert not built["async_scheduling"], "no step is in flight when weights change"
@@ -71,22 +88,3 @@ def test_vllm_accepts_the_arguments_on_a_gpu(name: str, facts: dict[str, dict[st
     assert built["step_tokens"] >= max(8192, built["sequences"])
     assert built["graph_mode"] == "FULL_AND_PIECEWISE"
     assert max(built["graph_sizes"]) >= min(built["sequences"], 1024)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("default", {"step_tokens": 8192, "dtype": "bfloat16", "ranks": 1, "sleep_mode": False}),
-        ("4096 rollouts", {"step_tokens": 8192, "sequences": 4096 + NUM_SEQUENCES}),
-        ("16384 rollouts", {"step_tokens": 16384 + NUM_SEQUENCES}),
-        ("shared GPU", {"sleep_mode": True}),
-        ("tensor parallel 8", {"ranks": 8}),
-        ("float32", {"dtype": "float32"}),
-        ("float16", {"dtype": "float16"}),
-        ("long", {"max_length": 32768, "step_tokens": 8192}),
-    ],
-)
-def test_the_config_on_a_gpu_follows_the_settings(
-    name: str, expected: dict[str, Any], facts: dict[str, dict[str, Any]]
-):
-    assert facts[name] | expected == facts[name]

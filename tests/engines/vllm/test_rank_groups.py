@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import make_nodes
-from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups, make_rank_group
+from streamrl.engines.vllm.rank_groups import assign_rank_groups
 from streamrl.resharding.plans import NodeTopology
 from tests import forked
 from tests.engines.conftest import list_cases, param_of_ranks
@@ -102,14 +102,6 @@ def test_rank_groups_stay_within_a_node_where_possible(tensor_parallel: int):
 )
 def test_the_topology_follows_from_the_nodes_of_the_ranks(nodes: str, per_node: int):
     assert make_nodes(list(nodes)) == NodeTopology(per_node)
-
-
-def test_a_rank_group_gives_shard_index_and_leader():
-    trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
-    rank_group = make_rank_group(3, trainer, 2)
-    assert rank_group == RankGroup(3, ((0, 2), (1, 3)))
-    assert (rank_group.ranks, rank_group.group_rank, rank_group.size) == ((1, 3), 1, 2)
-    assert (rank_group.leader_rank, rank_group.is_leader) == (1, False)
 
 
 @pytest.fixture(scope="module")

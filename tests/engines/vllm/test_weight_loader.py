@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.engines.vllm.load_check import list_source_names
 from streamrl.engines.vllm.weight_loader import (
     BoundParameter,
     _has_onednn_kernel,
@@ -16,18 +15,9 @@ from streamrl.engines.vllm.weight_loader import (
     view_as_block,
 )
 
-MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-
 
 def parameter(rows: int, columns: int = 4) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(rows, columns), requires_grad=False)
-
-
-def test_a_fused_parameter_lists_its_source_names_in_order():
-    names = list_source_names("model.layers.1.self_attn.qkv_proj.bias", MERGED)
-    parent = "model.layers.1.self_attn"
-    assert names == (f"{parent}.q_proj.bias", f"{parent}.k_proj.bias", f"{parent}.v_proj.bias")
-    assert list_source_names("model.norm.weight", MERGED) == ("model.norm.weight",)
 
 
 def test_adjacent_parts_are_viewed_as_a_block():
@@ -40,20 +30,22 @@ def test_adjacent_parts_are_viewed_as_a_block():
     assert block.tolist() == data.reshape(6, 4).tolist()
 
 
+MEMORY = torch.zeros(8, 4)
+
+
 @pytest.mark.parametrize(
     "parts",
-    [[(2, 6), (0, 2)], [(0, 2), (3, 7)], [(0, 2), (2, 5)]],
-    ids=["in another order", "with a gap", "with a row too few"],
+    [
+        pytest.param([MEMORY[2:6], MEMORY[:2]], id="in another order"),
+        pytest.param([MEMORY[:2], MEMORY[3:7]], id="with a gap"),
+        pytest.param([MEMORY[:2], MEMORY[2:5]], id="with a row too few"),
+        pytest.param([MEMORY[:6].double()], id="of another dtype"),
+        pytest.param([torch.zeros(4, 6).t()], id="with strides"),
+        pytest.param([torch.zeros(6, 4, device="meta")], id="on another device"),
+    ],
 )
-def test_parts_that_are_not_adjacent_are_not_viewed(parts: list[tuple[int, int]]):
-    memory = torch.zeros(8, 4)
-    assert view_as_block([memory[a:b] for a, b in parts], torch.empty(6, 4)) is None
-
-
-def test_parts_of_another_dtype_or_with_strides_are_not_viewed():
-    assert view_as_block([torch.zeros(6, 4, dtype=torch.float64)], torch.empty(6, 4)) is None
-    assert view_as_block([torch.zeros(4, 6).t()], torch.empty(6, 4)) is None
-    assert view_as_block([torch.zeros(6, 4, device="meta")], torch.empty(6, 4)) is None
+def test_parts_that_do_not_form_the_parameter_are_not_viewed(parts: list[torch.Tensor]):
+    assert view_as_block(parts, torch.empty(6, 4)) is None
 
 
 def test_a_view_copies_nothing_and_is_never_written():

@@ -157,12 +157,8 @@ def read_versions(pipe: Connection) -> None:
 
 
 def start(target: Any, **arguments: Any) -> tuple[Any, Connection]:
-    pipe, child_end = forked.context().Pipe()
-    process = forked.context().Process(target=target, args=(child_end,), kwargs=arguments)
-    process.start()
-    child_end.close()
-    assert pipe.poll(60)
-    assert pipe.recv() == "ready"
+    process, pipe = forked.start(target, **arguments)
+    assert receive(pipe) == "ready"
     return process, pipe
 
 

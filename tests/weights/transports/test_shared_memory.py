@@ -6,9 +6,8 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -297,14 +296,6 @@ def test_a_full_file_system_raises_instead_of_killing_the_process():
     assert all("version 1, bucket 0: needs 0.2 MB, but /mnt has" in line for line in errors)
 
 
-def start_child(target: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
-    parent_end, child_end = forked.context().Pipe()
-    child = forked.context().Process(target=target, args=(child_end, *arguments))
-    child.start()
-    child_end.close()
-    return child, parent_end
-
-
 def compare_repeatedly(pipe: Connection, manifest: WeightManifest) -> None:
     """Fetch a version, and compare it again at every message."""
     fetched = read(manifest)
@@ -315,7 +306,7 @@ def compare_repeatedly(pipe: Connection, manifest: WeightManifest) -> None:
 
 def test_a_dead_reader_releases_its_segments(writer: SharedMemoryWriter, folder: Path):
     manifest = put(writer, 0)
-    child, pipe = start_child(compare_repeatedly, manifest)
+    child, pipe = forked.start(compare_repeatedly, manifest)
     assert pipe.recv()
     put(writer, 1)
     put(writer, 2)
@@ -334,7 +325,7 @@ def publish_and_wait(pipe: Connection, folder: Path) -> None:
 
 
 def test_the_next_publisher_removes_the_files_of_a_killed_one(folder: Path):
-    child, pipe = start_child(publish_and_wait, folder)
+    child, pipe = forked.start(publish_and_wait, folder)
     manifest = pipe.recv()
     assert f"run-{child.pid}" in manifest.handles[0].path
     assert remove_stale_segments(folder) == []
