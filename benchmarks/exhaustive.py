@@ -13,10 +13,14 @@ The search assigns every mesh and parallelism role by role (branch and bound). I
 import math
 from collections.abc import Sequence
 
-from streamrl.dataflow import CallKind
+from streamrl.dataflow import GENERATE_CALL, CallKind
 from streamrl.errors import ConfigError
 from streamrl.placement.meshes import Mesh, iter_meshes
 from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.costs.call_cost import CallCost
+from streamrl.planner.costs.call_durations import choose_cuts
+from streamrl.planner.costs.call_timings import estimate_generator_timing
+from streamrl.planner.costs.generation_model import GenerationModel
 from streamrl.planner.search.hybridflow import BOUND_SLACK, ParallelismChoices
 from streamrl.planner.steady_state.jobs import CallGraph
 
@@ -49,6 +53,7 @@ class ExhaustiveSearch:
         self._is_symmetric = (
             cluster.is_uniform and (cluster.num_devices & (cluster.num_devices - 1)) == 0
         )
+        self._generation = GenerationModel(choices.problem.workload)
         self.num_scheduled = 0
 
     def find_best(self, known: Placement | None = None) -> tuple[Placement | None, float]:
@@ -97,6 +102,17 @@ class ExhaustiveSearch:
             ),
         ]
 
+    def _estimate_first_rollouts_s(self, option: CallAssignment) -> float:
+        """Return the seconds until a generator alone on its devices completes its first groups."""
+        choices, problem = self._choices, self._choices.problem
+        costs, shape = choices.estimator.costs, problem.find_model(GENERATE_CALL.stage)
+        assert shape is not None
+        cost = CallCost(shape, option, problem.workload, problem.cluster, costs.constants)
+        alone = choices.make_placement({choices.generator_role: option})
+        timing = estimate_generator_timing(cost, costs.compute_kv_capacity_bytes(alone))
+        cuts = choose_cuts(problem.workload.groups_per_step)
+        return self._generation.find_completions_s(timing, cuts)[0]
+
     def _search_steps_ahead(self, ahead: int) -> None:
         """Search all placements in which generation runs `ahead` steps ahead.
 
@@ -112,9 +128,7 @@ class ExhaustiveSearch:
             for role, options in self._options.items()
         }
         self._first_rollouts_s = {
-            option: choices.estimator.costs.estimate_first_rollouts_s(option) * BOUND_SLACK
-            if not ahead
-            else 0.0
+            option: self._estimate_first_rollouts_s(option) * BOUND_SLACK if not ahead else 0.0
             for option in self._options[choices.generator_role]
         }
         device_s = {

@@ -32,7 +32,7 @@ from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
-from streamrl.planner.problem.workload import make_fixed_lengths
+from streamrl.planner.problem.workload import LengthDistribution, make_fixed_lengths
 from streamrl.planner.search.hybridflow import (
     ParallelismChoices,
     iter_allocations,
@@ -135,12 +135,23 @@ def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
         )
 
 
-def sizes(placement: Placement) -> dict[str, tuple[RankGrid, int, int]]:
-    calls = placement.assignments.items()
-    return {
-        stage: (assignment.grid, assignment.mesh.size, assignment.zero_stage)
-        for stage, assignment in calls
-    }
+def make_choices(
+    config: RunConfig, cluster: Cluster, lengths: LengthDistribution | None = None
+) -> tuple[CostModel, ParallelismChoices]:
+    """Return the costs of a run's placements as `streamrl plan` makes them, and its choices."""
+    problem = build_planner_problem(config, cluster, PlannerRequest(5, lengths=lengths))
+    constants, refuse = (
+        build_run_constants(config, CostConstants()),
+        make_run_refusal(config, problem),
+    )
+    costs = CostModel(problem, constants, refuse=refuse)
+    rules = make_split_rules(config, problem)
+    return costs, ParallelismChoices(PlacementEstimator(problem, costs), rules=rules)
+
+
+def sizes(placement: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    """Return the grid and ZeRO stage of each call."""
+    return {stage: (call["grid"], call["zero_stage"]) for stage, call in placement["calls"].items()}
 
 
 @pytest.mark.parametrize(
@@ -164,9 +175,9 @@ def test_train_accepts_the_plan_of_each_recipe(
     before = load_config(Path(words[0]), words[1:])
     assert config.pipeline.max_staleness == before.pipeline.max_staleness
     assert all(key.split(".")[0] in vars(config) for key in report["settings"])
-    best = Placement.from_dict(report["best"]["placement"], location="best")
-    models = {call.model_role for call in config.dataflow.calls if call.stage in best.assignments}
-    assert sizes(build_run_placement(config, models)) == sizes(best)
+    best = report["best"]["placement"]
+    models = {call.model_role for call in config.dataflow.calls if call.stage in best["calls"]}
+    assert sizes(build_run_placement(config, models).to_dict()) == sizes(best)
     assert (config.placement.address == "auto") == (Cluster.from_text(cluster).num_nodes > 1)
 
 
@@ -179,17 +190,7 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
     path, *overrides = preset(name, inputs)
     config = load_config(Path(path), [*overrides, f"pipeline.max_staleness={bound}"])
     cluster = Cluster.from_text("4xH100")
-    problem = build_planner_problem(
-        config, cluster, PlannerRequest(5, lengths=make_fixed_lengths(12))
-    )
-    costs = CostModel(
-        problem,
-        build_run_constants(config, CostConstants()),
-        refuse=make_run_refusal(config, problem),
-    )
-    choices = ParallelismChoices(
-        PlacementEstimator(problem, costs), rules=make_split_rules(config, problem)
-    )
+    costs, choices = make_choices(config, cluster, lengths=make_fixed_lengths(12))
     prepared, checked = prepare_run(config), 0
     in_two = [sets for sets in iter_set_partitions(choices.roles) if len(sets) <= 2]
     for sets in in_two:
@@ -268,15 +269,8 @@ def test_planner_refuses_every_placement_that_train_refuses(
     settings = ["pipeline.max_staleness=0", "trainer.backend=torch", "algorithm.kl_coef=0"]
     settings.append(f"model.path={families[family]}")
     config, cluster = load_config(Path(path), [*overrides, *settings]), Cluster.from_text(name)
-    problem, prepared = (
-        build_planner_problem(config, cluster, PlannerRequest(5)),
-        prepare_run(config),
-    )
-    constants = build_run_constants(config, CostConstants())
-    plain, rules = CostModel(problem, constants), make_split_rules(config, problem)
-    refuse = make_run_refusal(config, problem)
-    costs = CostModel(problem, constants, refuse=refuse)
-    every = ParallelismChoices(PlacementEstimator(problem, plain), rules=rules)
+    prepared, (costs, every) = prepare_run(config), make_choices(config, cluster)
+    rules = make_split_rules(config, costs.problem)
     calls = {role: config.dataflow.calls_by_role[role][0] for role in every.roles}
     # All combinations: a search would skip uneven splits.
     options = [
@@ -345,10 +339,7 @@ def test_an_infeasible_plan_reports_the_reason_and_alternatives(
 def test_kv_cache_size_is_set_only_for_a_generator_on_shared_devices(inputs: Path):
     path, *overrides = preset("grpo_arithmetic", inputs)
     config = load_config(Path(path), overrides)
-    problem = build_planner_problem(config, Cluster.from_text("2xH100"), PlannerRequest(5))
-    choices = ParallelismChoices(
-        PlacementEstimator(problem, CostModel(problem)), rules=make_split_rules(config, problem)
-    )
+    _, choices = make_choices(config, Cluster.from_text("2xH100"))
     separate = choices.fit_on_meshes({"generator": Mesh(0, 1), "policy": Mesh(1, 1)})
     together = choices.fit_on_meshes({"generator": Mesh(0, 2), "policy": Mesh(0, 2)})
     assert separate is not None and together is not None
@@ -369,15 +360,11 @@ def test_kv_cache_size_is_set_only_for_a_generator_on_shared_devices(inputs: Pat
 def test_roles_sized_by_one_setting_have_equal_device_splits(inputs: Path):
     path, *overrides = preset("safe_rlhf_toy", inputs)
     config = load_config(Path(path), overrides)
-    problem = build_planner_problem(config, Cluster.from_text("8xH100"), PlannerRequest(5))
-    choices = ParallelismChoices(
-        PlacementEstimator(problem, CostModel(problem)), rules=make_split_rules(config, problem)
-    )
+    costs, choices = make_choices(config, Cluster.from_text("8xH100"))
     assignments = choices.fit_on_meshes(dict.fromkeys(choices.roles, Mesh(0, 8)))
     assert assignments is not None
     (small,) = (assignment for assignment in choices.list_options("critic", Mesh(0, 4))[:1])
     unlike = choices.make_placement({**assignments, "critic": small})
-    costs = CostModel(problem, refuse=make_run_refusal(config, problem))
     assert "one setting sizes both critic and cost_critic" in costs.explain_infeasible(unlike)
     with pytest.raises(ConfigError, match="one setting sizes both critic and cost_critic"):
         apply_placement(config, unlike)

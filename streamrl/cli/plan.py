@@ -162,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *("-o", "--output"),
         type=parse_path,
         metavar="FILE",
-        help="write the best placement: .yaml as a config to train with, .json as a placement",
+        help="write the best placement to FILE.yaml, as a config to train with",
     )
 
 
@@ -186,10 +186,8 @@ def _plan(
     inputs = read_planner_inputs(arguments, config)
     problem, constants = inputs.build_problem(config)
     output = arguments.output
-    if output is not None and output.suffix == ".yaml" and not problem.cluster.is_uniform:
-        raise ConfigError(
-            f"-o {output}: a config cannot choose between unlike devices; write -o plan.json"
-        )
+    if output is not None and not problem.cluster.is_uniform:
+        raise ConfigError(f"-o {output}: a config cannot choose between unlike devices")
     # The workload is split over generators, at most one per device.
     share = split_workload(problem.workload, problem.cluster.num_devices)
     simulation_s = sum(estimate_simulation_s(share, lead=bound) for bound in bounds)
@@ -232,8 +230,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         parse_bounds(arguments.max_staleness)
     if not 0 <= arguments.proposals <= MAX_PROPOSALS:
         raise ConfigError(f"--proposals {arguments.proposals}: must be from 0 to {MAX_PROPOSALS}")
-    if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
-        raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
+    if arguments.output is not None and arguments.output.suffix != ".yaml":
+        raise ConfigError(f"-o {arguments.output}: must end in .yaml")
     if arguments.output is not None:
         check_output_file("-o", arguments.output)
 
@@ -347,18 +345,12 @@ def _write_files(
     arguments: argparse.Namespace, report: PlanReport, costs: CostModel
 ) -> dict[str, Any]:
     """Write the file of -o; return the settings, by dotted key, that it changes."""
-    placement, changed = report.best_point.candidate.placement, {}
-    if arguments.output is not None:
-        if arguments.output.suffix == ".json":
-            content = json.dumps(placement.to_dict(), indent=1) + "\n"
-        else:
-            config = _make_planned_run(report, costs)
-            changed = _diff_settings(
-                config_to_dict(_read_requested_run(arguments, report)), config_to_dict(config)
-            )
-            content = dump_config(config)
-        write_output_file("-o", arguments.output, content)
-    return changed
+    if arguments.output is None:
+        return {}
+    config = _make_planned_run(report, costs)
+    before = config_to_dict(_read_requested_run(arguments, report))
+    write_output_file("-o", arguments.output, dump_config(config))
+    return _diff_settings(before, config_to_dict(config))
 
 
 def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> RunConfig:

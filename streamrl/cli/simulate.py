@@ -2,21 +2,15 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,
 )
-from streamrl.config.run_config import RunConfig
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import read_small_json
-from streamrl.files.typed_settings import describe_read_error
-from streamrl.placement.placements import Placement
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.plan_report import (
     describe_problem,
@@ -26,7 +20,6 @@ from streamrl.planner.plan_report import (
     format_table,
     simulation_to_json,
 )
-from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.simulator.quick_run import choose_num_steps, estimate_simulation_s
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
@@ -40,12 +33,6 @@ MAX_STEPS = 10_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "streamrl simulate CONFIG [key=value ...] --cluster 8xH100 [options]"
     add_problem_arguments(parser)
-    parser.add_argument(
-        "--placement",
-        type=parse_path,
-        metavar="FILE",
-        help="placement written by `streamrl plan -o plan.json` (default: the config's)",
-    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -66,10 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     """Simulate the placement; return the output."""
-    chosen = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
     problem, constants = read_planner_inputs(arguments, config).build_problem(config)
-    placement = _choose_placement(arguments, config, problem, chosen)
+    placement = build_run_placement(config, problem.models)
+    try:
+        placement.check_on_cluster(problem.cluster)
+    except ConfigError as error:
+        raise ConfigError(f"placement of {arguments.config}: {error}") from None
     costs = CostModel(problem, constants)
     if why := costs.explain_infeasible(placement):
         raise ConfigError(f"{problem.cluster}: {why}")
@@ -95,30 +85,6 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
         return json.dumps(to_json(result))
     head = [describe_problem(config, problem), str(placement), ""]
     return "\n".join([*head, *describe_simulation(result)])
-
-
-def _read_placement(path: Path) -> Placement:
-    try:
-        content = read_small_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--placement {path}: {describe_read_error(error)}") from None
-    return Placement.from_dict(content, location=f"--placement {path}")
-
-
-def _choose_placement(
-    arguments: argparse.Namespace,
-    config: RunConfig,
-    problem: PlacementProblem,
-    chosen: Placement | None,
-) -> Placement:
-    """Return the placement `chosen` with --placement, else the config's, checked."""
-    placement = chosen or build_run_placement(config, problem.models)
-    location = f"placement of {arguments.config}" if chosen is None else f"{arguments.placement}"
-    try:
-        placement.check_valid(problem.dataflow, problem.cluster)
-    except ConfigError as error:
-        raise ConfigError(f"{location}: {error}") from None
-    return placement
 
 
 def describe_simulation(result: SimulationResult) -> list[str]:

@@ -25,15 +25,6 @@ class Mesh:
                 f"mesh of {self.size} devices from {self.first}: must be 1 or more, from 0 or later"
             )
 
-    @classmethod
-    def from_text(cls, text: str) -> "Mesh":
-        """Parse a mesh from device numbers, "0-7" or "3". Raise ConfigError for any other text."""
-        first, _, last = text.partition("-")
-        numbers = (first, last or first)
-        if not all(number.isdecimal() for number in numbers) or int(first) > int(last or first):
-            raise ConfigError(f"mesh {text!r}: must be the first and the last device, as in 0-7")
-        return cls(int(first), int(numbers[1]) - int(first) + 1)
-
     @property
     def devices(self) -> range:
         return range(self.first, self.first + self.size)

@@ -7,7 +7,6 @@ from typing import Any
 
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import read_settings
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.resharding.grids import RankGrid
@@ -45,30 +44,6 @@ class CallAssignment:
     zero_stage: int = 1
     ep_size: int = 1
 
-    def check_on_cluster(self, cluster: Cluster, location: str) -> None:
-        """Raise ConfigError unless the cluster has the mesh and the parallelism fits the mesh.
-
-        location: name of the call, for the message.
-        """
-        self.mesh.check_on_cluster(cluster, location)
-        if self.grid.num_ranks != self.mesh.size:
-            raise ConfigError(
-                f"{location}: {self.grid} is {self.grid.num_ranks} ranks; devices {self.mesh} are"
-                f" {self.mesh.size}"
-            )
-        limit = min(MAX_TP_SIZE, self.mesh.count_devices_per_node(cluster))
-        if self.grid.tp_size > limit:
-            raise ConfigError(
-                f"{location}: {self.grid.tp_size} tensor-parallel ranks: at most {limit} on a node"
-            )
-        if self.zero_stage not in range(4):
-            raise ConfigError(f"{location}.zero_stage={self.zero_stage}: must be from 0 to 3")
-        limit = self.grid.tp_size * self.grid.dp_size
-        if self.ep_size < 1 or limit % self.ep_size:
-            raise ConfigError(
-                f"{location}.expert={self.ep_size}: must divide the {limit} ranks of a stage"
-            )
-
     def __str__(self) -> str:
         experts = f" with {self.ep_size} expert ranks" if self.ep_size > 1 else ""
         return f"{self.grid} on {self.mesh}{experts}"
@@ -88,18 +63,16 @@ class Placement:
     max_staleness: int = 0
     is_streamed: bool = True
 
-    def check_valid(self, dataflow: Dataflow, cluster: Cluster) -> None:
-        """Raise ConfigError unless exactly the stages that need devices have valid assignments."""
-        call_by_stage = {call.stage: call for call in dataflow.calls}
+    def check_on_cluster(self, cluster: Cluster) -> None:
+        """Raise ConfigError unless the cluster has the devices, and the bound is in range."""
         for stage, assignment in self.assignments.items():
-            if stage not in call_by_stage:
+            assignment.mesh.check_on_cluster(cluster, f"placement.{stage}")
+            limit = min(MAX_TP_SIZE, assignment.mesh.count_devices_per_node(cluster))
+            if assignment.grid.tp_size > limit:
                 raise ConfigError(
-                    f"placement.{stage}: no such call; the dataflow has {', '.join(call_by_stage)}"
+                    f"placement.{stage}: {assignment.grid.tp_size} tensor-parallel ranks:"
+                    f" at most {limit} on a node"
                 )
-            assignment.check_on_cluster(cluster, f"placement.{stage}")
-        for stage, call in call_by_stage.items():
-            if call.kind is not CallKind.SCORE and stage not in self.assignments:
-                raise ConfigError(f"placement.{stage}: missing; the call needs devices")
         if not 0 <= self.max_staleness <= MAX_STALENESS:
             raise ConfigError(
                 f"placement.max_staleness={self.max_staleness}: must be from 0 to {MAX_STALENESS}"
@@ -122,52 +95,14 @@ class Placement:
         return "; ".join(f"{stage} {assignment}" for stage, assignment in self.assignments.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the placement to plain values for JSON or YAML; `from_dict` is the inverse."""
+        """Convert the placement to plain values for JSON."""
         calls = {
             stage: {
                 "devices": str(assignment.mesh),
                 "grid": str(assignment.grid),
                 "order": assignment.grid.order,
+                "zero_stage": assignment.zero_stage,
             }
-            | {"zero_stage": assignment.zero_stage}
-            | ({"expert": assignment.ep_size} if assignment.ep_size > 1 else {})
             for stage, assignment in self.assignments.items()
         }
         return {"calls": calls, "max_staleness": self.max_staleness, "streamed": self.is_streamed}
-
-    @classmethod
-    def from_dict(cls, loose: Mapping[str, Any], *, location: str) -> "Placement":
-        """Invert `Placement.to_dict`. Raise ConfigError that names `location` and the wrong key."""
-        entry = read_settings(_PlacementEntry, loose, section=location)
-        calls = {}
-        for stage, values in entry.calls.items():
-            section = f"{location}.calls.{stage}"
-            calls[stage] = read_settings(_CallEntry, values, section=section).to_assignment(section)
-        return cls(calls, entry.max_staleness, entry.streamed)
-
-
-@dataclass
-class _PlacementEntry:
-    """A placement in a placement file."""
-
-    calls: dict[str, Any]
-    max_staleness: int = 0
-    streamed: bool = True
-
-
-@dataclass
-class _CallEntry:
-    """Devices and parallelism of one stage in a placement file."""
-
-    devices: str
-    grid: str
-    order: str = "hf"
-    zero_stage: int = 1
-    expert: int = 1
-
-    def to_assignment(self, location: str) -> CallAssignment:
-        try:
-            grid = RankGrid.from_text(self.grid, self.order)
-        except ValueError as error:
-            raise ConfigError(f"{location}.grid: {error}") from None
-        return CallAssignment(Mesh.from_text(self.devices), grid, self.zero_stage, self.expert)

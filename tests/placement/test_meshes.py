@@ -49,14 +49,3 @@ def test_overlap_means_a_common_device():
     for mesh in iter_meshes(Cluster.from_text("2x4xA100")):
         for other in iter_meshes(Cluster.from_text("2x4xA100")):
             assert mesh.overlaps(other) == bool(set(mesh.devices) & set(other.devices))
-
-
-@pytest.mark.parametrize("text", ["0-7", "3", "8-15"])
-def test_mesh_text_round_trips(text: str):
-    assert str(Mesh.from_text(text)) == text
-
-
-@pytest.mark.parametrize("text", ["", "7-0", "a", "-1", "1-2-3"])
-def test_from_text_refuses_bad_text(text: str):
-    with pytest.raises(ConfigError, match="must be the first and the last device"):
-        Mesh.from_text(text)

@@ -1,10 +1,24 @@
-"""Placements in ReaL's notation: devices and grid by stage."""
+"""Devices, grids and placements as text, in ReaL's notation."""
 
 from collections.abc import Mapping
 
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.resharding.grids import RankGrid
+
+
+def parse_mesh(devices: str) -> Mesh:
+    """Return the mesh of the devices in a text such as "0-7" or "3"."""
+    first, _, last = devices.partition("-")
+    return Mesh(int(first), int(last or first) - int(first) + 1)
+
+
+def make_assignment(
+    grid: str, first: int = 0, *, zero_stage: int = 1, experts: int = 1
+) -> CallAssignment:
+    """Assign a grid such as "1-8-2" to consecutive devices from the first on."""
+    ranks = RankGrid.from_text(grid)
+    return CallAssignment(Mesh(first, ranks.num_ranks), ranks, zero_stage, experts)
 
 
 def placement_from_meshes(
@@ -15,7 +29,7 @@ def placement_from_meshes(
     The grid gives pipeline-, tensor- and data-parallel size.
     """
     calls = {
-        stage: CallAssignment(Mesh.from_text(devices), RankGrid.from_text(grid))
+        stage: CallAssignment(parse_mesh(devices), RankGrid.from_text(grid))
         for stage, (devices, grid) in meshes.items()
     }
     return Placement(calls, max_staleness)

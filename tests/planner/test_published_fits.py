@@ -1,36 +1,28 @@
 """Fits of constants to published parts of synchronous steps, by least squares."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.published import nemo, nemo_fit, verl, verl_fit
-from streamrl.planner.costs.constants import CostConstants
 
-
-def sum_squares(calibration: verl.VerlCalibration) -> float:
-    return sum(error**2 for error in verl_fit.iter_log_errors(calibration))
-
-
-def sum_nemo_squares(constants: CostConstants) -> float:
-    return sum(error**2 for error in nemo_fit.iter_log_errors(constants))
+VERL_NAMES = ("fsdp2", "megatron", "entropy", "handoff_token_s", "update_s", "decode_layer_s")
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp2", "megatron", "entropy", "handoff_token_s", "update_s", "decode_layer_s"]
+    ("iter_log_errors", "fitted", "name"),
+    [
+        *((verl_fit.iter_log_errors, verl.DEFAULT_CALIBRATION, name) for name in VERL_NAMES),
+        *((nemo_fit.iter_log_errors, nemo.CONSTANTS, name) for name in nemo_fit.NAMES),
+    ],
 )
-def test_verl_constants_are_a_local_minimum(name: str):
-    best = sum_squares(verl.DEFAULT_CALIBRATION)
-    for factor in (0.9, 1.1):
-        perturbed = replace(
-            verl.DEFAULT_CALIBRATION, **{name: factor * vars(verl.DEFAULT_CALIBRATION)[name]}
-        )
-        assert sum_squares(perturbed) > best
-
-
-@pytest.mark.parametrize("name", nemo_fit.NAMES)
-def test_nemo_constants_are_a_local_minimum(name: str):
-    best = sum_nemo_squares(nemo.CONSTANTS)
-    for factor in (0.9, 1.1):
-        perturbed = replace(nemo.CONSTANTS, **{name: factor * vars(nemo.CONSTANTS)[name]})
-        assert sum_nemo_squares(perturbed) > best
+def test_fitted_constants_are_a_local_minimum(
+    iter_log_errors: Callable[[Any], Iterator[float]], fitted: Any, name: str
+):
+    less, best, more = (
+        sum(e**2 for e in iter_log_errors(replace(fitted, **{name: factor * vars(fitted)[name]})))
+        for factor in (0.9, 1.0, 1.1)
+    )
+    assert best < min(less, more)

@@ -35,7 +35,7 @@ from streamrl.planner.to_planner_problem import (
     build_run_constants,
 )
 from streamrl.resharding.grids import RankGrid
-from tests.planner.notations import placement_from_meshes
+from tests.planner.notations import make_assignment, placement_from_meshes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}
@@ -95,8 +95,8 @@ MEASURED_GIB = {
 """Of ZeRO 1 in bfloat16: docs/gpus.md."""
 
 
-def predict_training_memory(model: str, tokens: int, zero_stage: int, **trainer: Any) -> CallMemory:
-    """Return the memory of a trainer on a GPU, for micro-batches of `tokens`."""
+def predict_training_memory(model: str, tokens: int, **trainer: Any) -> CallMemory:
+    """Return the memory of a trainer on a GPU with ZeRO 1, for micro-batches of `tokens`."""
     settings = [f"trainer.{name}={str(value).lower()}" for name, value in trainer.items()]
     config = recipe("grpo", f"pipeline.micro_batch_tokens={tokens}", *settings)
     models = dict.fromkeys(config.dataflow.calls_by_role, model)
@@ -107,8 +107,7 @@ def predict_training_memory(model: str, tokens: int, zero_stage: int, **trainer:
         PlannerRequest(20, models, make_fixed_lengths(tokens)),
     )
     costs = CostModel(problem, build_run_constants(config, CostConstants()))
-    size = 64 if zero_stage == 3 else 1
-    train = CallAssignment(Mesh(0, size), RankGrid(1, 1, size), zero_stage)
+    train = CallAssignment(Mesh(0, 1), RankGrid(1, 1, 1))
     return costs.predict_memory(Placement({"train": train}))["train"]
 
 
@@ -116,7 +115,7 @@ def predict_training_memory(model: str, tokens: int, zero_stage: int, **trainer:
 def test_planned_memory_of_training_is_as_measured_on_a_gpu(case: tuple[str, int, bool, bool]):
     model, tokens, checkpointing, offload = case
     planned = predict_training_memory(
-        model, tokens, 1, gradient_checkpointing=checkpointing, offload_optimizer=offload
+        model, tokens, gradient_checkpointing=checkpointing, offload_optimizer=offload
     )
     assert 0.97 < planned.peak_bytes / GIB / MEASURED_GIB[case] < 1.09
 
@@ -204,49 +203,37 @@ def test_split_rules_exclude_layouts_that_training_cannot_run():
         assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
 
 
-@pytest.mark.parametrize(("dp_size", "stages"), [(4, (0, 3)), (3, (0,))])
-def test_experts_of_a_rank_are_sharded_by_numbers_that_divide_them(
-    dp_size: int, stages: tuple[int, ...]
-):
-    config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
-    request = PlannerRequest(20, {"policy": "qwen3-30b-a3b"})  # 128 experts
-    rules = make_split_rules(config, build_planner_problem(config, cluster, request))
-    train = next(call for call in config.dataflow.calls if call.kind is CallKind.TRAIN)
-    assert rules(train, RankGrid(1, 2, dp_size)) == stages
-
-
 BFLOAT16 = "trainer.dtype=bfloat16"
 FSDP2 = ("trainer.backend=torch", "trainer.world_size=2", "trainer.zero_stage=3")
 
 
 @pytest.mark.parametrize(
-    ("settings", "tp_size", "dp_size", "stages"),
+    ("model", "settings", "tp_size", "dp_size", "stages"),
     [
-        ((BFLOAT16,), 2, 1, (0,)),
-        ((BFLOAT16,), 2, 2, (0, 3)),
-        ((BFLOAT16,), 1, 4, (1, 3)),
-        ((BFLOAT16, *FSDP2), 1, 4, (3,)),
-        ((BFLOAT16, *FSDP2), 1, 1, ()),
-        (FSDP2, 1, 4, (0, 3)),
+        # The experts of a rank, 128 over 2, are sharded by numbers that divide them.
+        ("qwen3-30b-a3b", (), 2, 4, (0, 3)),
+        ("qwen3-30b-a3b", (), 2, 3, (0,)),
+        # bfloat16 needs master weights.
+        ("qwen2.5-7b", (BFLOAT16,), 2, 1, (0,)),
+        ("qwen2.5-7b", (BFLOAT16,), 2, 2, (0, 3)),
+        ("qwen2.5-7b", (BFLOAT16,), 1, 4, (1, 3)),
+        ("qwen2.5-7b", (BFLOAT16, *FSDP2), 1, 4, (3,)),
+        ("qwen2.5-7b", (BFLOAT16, *FSDP2), 1, 1, ()),
+        ("qwen2.5-7b", FSDP2, 1, 4, (0, 3)),
     ],
 )
-def test_bfloat16_is_planned_wherever_the_trainer_keeps_master_weights(
-    settings: tuple[str, ...], tp_size: int, dp_size: int, stages: tuple[int, ...]
+def test_zero_stages_are_those_that_a_trainer_can_run(
+    model: str, settings: tuple[str, ...], tp_size: int, dp_size: int, stages: tuple[int, ...]
 ):
     config = recipe("grpo", *settings)
-    request = PlannerRequest(20, {"policy": "qwen2.5-7b"})
+    request = PlannerRequest(20, {"policy": model})
     problem = build_planner_problem(config, Cluster.from_text("8xH100"), request)
     (call,) = (call for call in config.dataflow.calls if call.kind is CallKind.TRAIN)
     grid = RankGrid(1, tp_size, dp_size)
     assert make_split_rules(config, problem)(call, grid) == stages
     for stage in stages:
-        placement = Placement(
-            {
-                "generate": CallAssignment(Mesh(4, 4), RankGrid(1, 1, 4)),
-                "train": CallAssignment(Mesh(0, grid.num_ranks), grid, stage),
-            },
-            1,
-        )
+        train = make_assignment(str(grid), zero_stage=stage)
+        placement = Placement({"generate": make_assignment("1-1-4", 8), "train": train}, 1)
         trainer = apply_placement(config, placement).trainer
         assert (trainer.dtype, trainer.zero_stage) == (config.trainer.dtype, stage)
 

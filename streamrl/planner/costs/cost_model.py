@@ -14,7 +14,6 @@ from streamrl.placement.clusters import DeviceSpec
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.call_cost import CallCost, count_stage_params
 from streamrl.planner.costs.call_durations import (
-    choose_cuts,
     score_duration_s,
     train_duration,
 )
@@ -160,38 +159,19 @@ class CostModel:
     def compute_kv_cache_bytes(self, placement: Placement) -> float:
         return self._build_device_memory(placement).compute_kv_cache_bytes(self._generate_stage)
 
-    def estimate_first_rollouts_s(self, assignment: CallAssignment) -> float:
-        """Return seconds until generation completes the first cut (fraction) of a step's groups.
-
-        Generation has the devices of `assignment` to itself. The result is inf if memory is short.
-        """
-        free_bytes = self._free_bytes_alone(self._generate_stage, assignment)
-        cuts = choose_cuts(self.problem.workload.groups_per_step)
-        return (
-            math.inf
-            if free_bytes is None
-            else self._estimate_generation_s(self._generate_stage, assignment, free_bytes, cuts)
-        )
-
     def _compute_call_duration(self, stage: str, assignment: CallAssignment) -> float:
         free_bytes = self._free_bytes_alone(stage, assignment)
         if free_bytes is None:
             return math.inf
         call, cost = self._call_by_stage[stage], self._call_cost(stage, assignment)
         if call.kind is CallKind.GENERATE:
-            return self._estimate_generation_s(stage, assignment, free_bytes, (1.0,))
+            timing = estimate_generator_timing(cost, free_bytes)
+            return self._generation_model(stage).find_completions_s(timing, (1.0,))[0]
         if call.kind is CallKind.SCORE:
             score_timing = self._score_timing(stage, assignment)
             return score_duration_s(score_timing, cost.workload, cost.workload.group_size)
         train_timing = self._train_timing(stage, assignment)
         return train_duration(train_timing, cost.workload).total_s + train_timing.step_s
-
-    def _estimate_generation_s(
-        self, stage: str, assignment: CallAssignment, kv_bytes: float, cuts: tuple[float, ...]
-    ) -> float:
-        """Return seconds until the first of `cuts` is complete; `kv_bytes` is per device."""
-        timing = estimate_generator_timing(self._call_cost(stage, assignment), kv_bytes)
-        return self._generation_model(stage).find_completions_s(timing, cuts)[0]
 
     def _make_generation_model(self, stage: str) -> GenerationModel:
         return GenerationModel(self._call_workload(stage).sampled_workload)

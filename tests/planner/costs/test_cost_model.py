@@ -18,7 +18,7 @@ from streamrl.planner.costs.memory import TrainStateBytes
 from streamrl.planner.costs.traffic import WeightTraffic
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
-from tests.planner.assignments import make_assignment
+from tests.planner.notations import make_assignment
 
 PPO = build_dataflow(("scores", "ref_logprobs", "values", "generator_logprobs"))
 GRPO = build_dataflow(("scores", "generator_logprobs"))
@@ -133,24 +133,6 @@ def test_pipeline_has_two_micro_batches_per_stage():
     placement = place("4-2-1", "1-4-2", 8)
     expected = pytest.approx(7 / 4)
     assert few.predict_timings(placement).train["policy"].token_s / token_s("1-8-1") == expected
-
-
-def test_memory_shortage_is_explained_in_one_line():
-    problem = make_ppo_problem("llama-70b", A100)
-    model = CostModel(problem)
-    reason = model.explain_infeasible(colocate(problem, "2-8-1", "1-8-2"))
-    assert reason.startswith("devices 0-15: ")
-    assert "\n" not in reason
-    for term in ("A100", "68.0 of 80.0", "train ", "train_critic ", "active train "):
-        assert term in reason
-
-
-def test_shortage_for_one_rollout_is_explained():
-    long = replace(WORK, lengths=make_fixed_lengths(200_000), groups_per_step=16)
-    problem = make_grpo_problem("llama-7b", A100, long)
-    reason = CostModel(problem).explain_infeasible(place("1-8-1", "1-1-8", 8))
-    assert reason.startswith("devices 8-15: ")
-    assert "keys and values" in reason
 
 
 def test_indivisible_model_is_explained():

@@ -8,7 +8,6 @@ import pytest
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import ConfigError
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.call_cost import find_max_stage_params
@@ -16,7 +15,7 @@ from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
-from tests.planner.assignments import make_assignment
+from tests.planner.notations import make_assignment
 
 CONFIG = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 GRPO = build_dataflow(("scores", "generator_logprobs"))
@@ -89,18 +88,3 @@ def test_expert_layer_host_time_counts_per_pass():
     ]
     # 3 passes over 4 layers.
     assert times[0] - times[1] == pytest.approx(0.12)
-
-
-def test_expert_ranks_round_trip_through_a_file():
-    placement = place_experts(8)
-    entry = placement.to_dict()
-    assert entry["calls"]["train"]["expert"] == 8
-    assert "expert" not in entry["calls"]["generate"]
-    assert Placement.from_dict(entry, location="plan") == placement
-    assert str(placement.assignments["train"]) == "1-1-8 on 0-7 with 8 expert ranks"
-
-
-def test_expert_ranks_must_divide_the_ranks_of_a_stage():
-    placement = place_experts(3)
-    with pytest.raises(ConfigError, match=r"train\.expert=3: must divide the 8 ranks"):
-        placement.check_valid(GRPO, CLUSTER)

@@ -7,7 +7,6 @@ from streamrl.planner.costs.call_cost import (
     count_forward_flops,
     count_stage_params,
     find_max_stage_params,
-    train_passes,
 )
 from streamrl.planner.costs.call_timings import count_decode_step_params, count_kv_token_bytes
 from streamrl.planner.costs.constants import CostConstants
@@ -26,11 +25,6 @@ def test_critic_skips_the_vocabulary_head():
     shape = MODEL_SHAPES["llama-7b"]
     less = count_forward_flops(shape, 1, 0) - count_forward_flops(shape.to_critic(), 1, 0)
     assert less == 2 * 4096 * (32000 - 1)
-
-
-def test_training_takes_three_passes_or_four_with_recomputation():
-    assert train_passes(CostConstants(recompute=False)) == 3
-    assert train_passes(CostConstants(recompute=True)) == 4
 
 
 @pytest.mark.parametrize(

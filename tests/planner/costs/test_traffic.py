@@ -6,7 +6,7 @@ from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.traffic import TransferCost, WeightTraffic
-from tests.planner.assignments import make_assignment
+from tests.planner.notations import make_assignment
 
 SHAPE = MODEL_SHAPES["llama-13b"]
 MODEL_BYTES = 2 * SHAPE.num_params

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,11 +46,3 @@ def test_models_on_shared_devices_trade_speed_for_memory():
     assert fitted is not None
     assert not options.can_fit(fastest)
     assert options.can_fit(fitted)
-
-
-@pytest.mark.parametrize("size", ["llama-7b", "llama-70b"])
-def test_fit_on_mesh_results_fit(size: str):
-    options = choices(ppo("4x8xA100", size))
-    roles = options.fit_on_mesh(["generator", "policy"], Mesh(0, 32))
-    assert roles is not None
-    assert options.can_fit(roles)

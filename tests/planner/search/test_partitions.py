@@ -1,20 +1,18 @@
 """Numbers of partitions and allocations, against known counts."""
 
+from dataclasses import replace
+
 import pytest
 
-from streamrl.dataflow import build_dataflow
-from streamrl.engines.models.model_shapes import load_model_shape
-from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
-from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.search.hybridflow import (
     group_roles_by_model,
     iter_allocations,
     iter_set_partitions,
     list_placed_roles,
 )
+from tests.planner.search.problems import ppo
 
 
 @pytest.mark.parametrize(("models", "partitions"), [(3, 5), (4, 15), (5, 52)])
@@ -54,19 +52,12 @@ def test_rejected_meshes_are_not_allocated(cluster: str):
 
 
 def test_followers_are_grouped_with_their_leader():
-    shape = load_model_shape("llama-7b")
-    dataflow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
-    roles = {"policy": shape, "critic": shape, "reference": shape, "reward": shape}
-    workload = Workload(8, 1, 100, make_fixed_lengths(10))
-    problem = PlacementProblem(dataflow, roles, workload, Cluster.from_text("8xA100"))
-    units = {frozenset(unit) for unit in group_roles_by_model(problem)}
-    assert units == {
+    problem = ppo("8xA100")
+    assert set(map(frozenset, group_roles_by_model(problem))) == {
         frozenset({"generator", "policy"}),
         frozenset({"value", "critic"}),
         frozenset({"reference"}),
         frozenset({"reward"}),
     }
-    rule = PlacementProblem(
-        dataflow, {k: v for k, v in roles.items() if k != "reward"}, workload, problem.cluster
-    )
-    assert "reward" not in list_placed_roles(rule)
+    models = {role: shape for role, shape in problem.models.items() if role != "reward"}
+    assert "reward" not in list_placed_roles(replace(problem, models=models))

@@ -9,9 +9,6 @@ from benchmarks.exhaustive import ExhaustiveSearch
 from streamrl.dataflow import ModelCall
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunOptions
-from streamrl.planner.problem.workload import (
-    LengthDistribution,
-)
 from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.planner import (
     ExcludedBound,
@@ -23,48 +20,27 @@ from tests.planner.search.problems import FIXED, LONG_TAILED, choices, grpo, ppo
 MAX_GAP = 0.01
 
 
-def measure_gap(problem: PlacementProblem, ahead: int) -> float:
-    """Return the relative excess of the planned step over the exhaustive optimum."""
+@pytest.mark.parametrize(
+    ("problem", "ahead"),
+    [
+        *(
+            (grpo(cluster, size, lengths), 0)
+            for cluster in ("2xA100", "4xA100", "8xA100")
+            for size in ("qwen2.5-0.5b", "qwen2.5-3b")
+            for lengths in (FIXED, LONG_TAILED)
+        ),
+        (grpo("2xA100", "qwen2.5-0.5b", LONG_TAILED), 1),
+        (grpo("4xA100", "qwen2.5-0.5b"), 1),
+        (ppo("2xA100", "qwen2.5-0.5b", LONG_TAILED), 0),
+        (ppo("4xA100", "qwen2.5-1.5b"), 0),
+    ],
+)
+def test_a_plan_is_near_the_exhaustive_optimum(problem: PlacementProblem, ahead: int):
     planned = plan_placement(problem, CostModel, max_staleness=[ahead], proposals=600)
     assert planned.best is not None
     oracle = ExhaustiveSearch(choices(problem), sorted({0, ahead}))
     _, seconds = oracle.find_best(planned.best.placement)
-    return planned.best.step_s / seconds - 1
-
-
-@pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED])
-@pytest.mark.parametrize("cluster", ["2xA100", "4xA100", "8xA100"])
-@pytest.mark.parametrize("size", ["qwen2.5-0.5b", "qwen2.5-3b"])
-def test_on_policy_plan_is_near_the_exhaustive_optimum(
-    cluster: str, size: str, lengths: LengthDistribution
-):
-    assert measure_gap(grpo(cluster, size, lengths), 0) <= MAX_GAP
-
-
-@pytest.mark.parametrize("cluster", ["2xA100", "4xA100"])
-def test_ahead_plan_is_near_the_exhaustive_optimum(cluster: str):
-    lengths = LONG_TAILED if cluster == "2xA100" else FIXED
-    assert measure_gap(grpo(cluster, "qwen2.5-0.5b", lengths), 1) <= MAX_GAP
-
-
-@pytest.mark.parametrize(
-    ("cluster", "size", "lengths"),
-    [("2xA100", "qwen2.5-0.5b", LONG_TAILED), ("4xA100", "qwen2.5-1.5b", FIXED)],
-)
-def test_ppo_plan_is_near_the_exhaustive_optimum(
-    cluster: str, size: str, lengths: LengthDistribution
-):
-    assert measure_gap(ppo(cluster, size, lengths), 0) <= MAX_GAP
-
-
-@pytest.mark.slow
-def test_equal_seeds_give_equal_plans():
-    problem = ppo("2x8xA100", lengths=LONG_TAILED)
-    first, second = (
-        plan_placement(problem, CostModel, max_staleness=[0, 1], seed=5, proposals=100)
-        for _ in range(2)
-    )
-    assert first == second
+    assert planned.best.step_s <= (1 + MAX_GAP) * seconds
 
 
 def test_more_staleness_is_never_slower():

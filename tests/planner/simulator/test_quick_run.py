@@ -69,25 +69,25 @@ def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, st
     assert choose_num_steps(groups, lead) == steps
 
 
-def test_parts_divide_replicas_and_ranks_and_are_large_enough():
-    assert choose_num_parts(TIMINGS, workload(2048), 0) == 8
-    # 1000 groups: four parts of 250 are too small.
-    assert choose_num_parts(TIMINGS, workload(1000), 0) == 2
-    assert choose_num_parts(TIMINGS, workload(200), 0) == 1
+@pytest.mark.parametrize(
+    ("work", "lead", "parts"),
+    [
+        (workload(2048), 0, 8),
+        # 1000 groups: four parts of 250 are too small.
+        (workload(1000), 0, 2),
+        (workload(200), 0, 1),
+        # On policy each filtered group is replaced in turn: no part has as long a chain.
+        (replace(workload(2048), filtered_fraction=0.5), 0, 1),
+        (replace(workload(2048), filtered_fraction=0.5), 1, 8),
+        # Without a limit, the longest rollout of a part is shorter.
+        (workload(2048, LognormalLengths(200, 0.6, 1_000_000)), 0, 1),
+        (workload(2048, make_fixed_lengths(300)), 0, 8),
+    ],
+)
+def test_parts_represent_the_whole(work: Workload, lead: int, parts: int):
+    assert choose_num_parts(TIMINGS, work, lead) == parts
     odd = replace(TIMINGS, generator=replace(TIMINGS.generator, replicas=7))
-    assert choose_num_parts(odd, workload(2048), 0) == 1
-
-
-def test_filtering_on_policy_is_not_split():
-    filtering = replace(workload(2048), filtered_fraction=0.5)
-    assert choose_num_parts(TIMINGS, filtering, 0) == 1
-    assert choose_num_parts(TIMINGS, filtering, 1) == 8
-
-
-def test_parts_keep_the_expected_longest_rollout():
-    endless = LognormalLengths(200, 0.6, 1_000_000)
-    assert choose_num_parts(TIMINGS, workload(2048, endless), 0) == 1
-    assert choose_num_parts(TIMINGS, workload(2048, make_fixed_lengths(300)), 0) == 8
+    assert choose_num_parts(odd, work, lead) == 1
 
 
 def test_indivisible_replicas_become_slower():

@@ -1,7 +1,8 @@
 """Steady-state estimate of the planner, compared with simulations of the same placement."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from statistics import median
 
 import pytest
@@ -79,17 +80,23 @@ def errors(
     return errors_by_placement
 
 
-@pytest.mark.parametrize("mini_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED], ids=["fixed", "long-tailed"])
-def test_estimates_are_close_to_simulated_steps(lengths: LengthDistribution, mini_batches: int):
-    step_errors = errors(lengths, mini_batches)
-    assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
-
-
-@pytest.mark.parametrize("filtered", [0.5, pytest.param(0.8, marks=pytest.mark.slow)])
-def test_estimates_hold_for_runs_that_filter_groups(filtered: float):
-    step_errors = errors(LONG_TAILED, 1, filtered=filtered)
-    assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
+@pytest.mark.parametrize(
+    "measure",
+    [
+        partial(errors, FIXED, 1),
+        partial(errors, LONG_TAILED, 1),
+        pytest.param(partial(errors, FIXED, 4), marks=pytest.mark.slow),
+        pytest.param(partial(errors, LONG_TAILED, 4), marks=pytest.mark.slow),
+        partial(errors, LONG_TAILED, 1, filtered=0.5),
+        pytest.param(partial(errors, LONG_TAILED, 1, filtered=0.8), marks=pytest.mark.slow),
+        # Steps that share a version.
+        partial(errors, FIXED, 1, publish_every=2, aheads=(1, 2)),
+        partial(errors, FIXED, 1, publish_every=3, aheads=(2,)),
+    ],
+    ids=str,
+)
+def test_estimates_are_close_to_simulated_steps(measure: Callable[[], dict[str, float]]):
+    assert {name: error for name, error in measure().items() if abs(error) > WORST} == {}
 
 
 @pytest.mark.parametrize("ahead", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
@@ -97,12 +104,6 @@ def test_estimates_include_group_delivery(ahead: int):
     plain, slow = errors(LONG_TAILED, 1), errors(LONG_TAILED, 1, aheads=(ahead,), group_s=0.1)
     worse = {name: slow[name] - plain[name] for name in slow}
     assert {name: error for name, error in worse.items() if abs(error) > 0.03} == {}
-
-
-@pytest.mark.parametrize(("publish_every", "ahead"), [(2, 1), (2, 2), (3, 2)])
-def test_estimates_hold_for_steps_that_share_a_version(publish_every: int, ahead: int):
-    step_errors = errors(FIXED, 1, publish_every, (ahead,))
-    assert {name: error for name, error in step_errors.items() if abs(error) > WORST} == {}
 
 
 @pytest.mark.parametrize("updates", [(1,), pytest.param((1, 4), marks=pytest.mark.slow)])

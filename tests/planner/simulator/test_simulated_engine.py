@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -34,32 +34,6 @@ def run(engine: SimulatedEngine[str]) -> dict[str, float]:
         now = engine.next_event_s
         end_times |= {group.key: now for group in engine.advance_to(now)}
     return end_times
-
-
-def test_a_group_added_during_a_step_starts_with_the_next():
-    engine = make_engine(a=(1, [4]))
-    engine.add_group("b", 1, [2], 1.5)
-    assert run(engine) == {"a": 4.0, "b": 4.0}
-
-
-def test_a_full_kv_cache_preempts_the_newest_rollout():
-    # Both rollouts have 4 tokens after a step and 5 after two. The KV cache holds 10, so that the
-    # second is preempted, and prefilled again when the first finishes.
-    timing = replace(PLAIN, kv_tokens=10, prefill_token_s=0.01)
-    engine = make_engine(timing, a=(3, [4]), b=(3, [4]))
-    end_times = run(engine)
-    assert engine.num_preempted == 1
-    assert end_times == {"a": pytest.approx(4.06), "b": pytest.approx(4.06 + 0.05 + 2)}
-
-
-def test_every_token_keeps_the_version_that_sampled_it():
-    engine = make_engine()
-    engine.load_version(3, 0.0, 0.0)
-    engine.add_group("a", 1, [5, 2], 0.0)
-    assert engine.load_version(4, 0.5, 2.5) == 3.5
-    (group,) = engine.advance_to(engine.next_event_s)
-    assert group.tokens_by_version == {3: 3 + 2, 4: 2}
-    assert engine.now == 5.5
 
 
 def test_resume_continues_after_a_pause():

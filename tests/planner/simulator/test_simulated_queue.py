@@ -1,6 +1,5 @@
 """Simulated queue: assignment of ready groups to waiting replicas."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,35 +45,6 @@ async def test_waiting_replicas_share_ready_groups_in_admission_order():
         queue.request_groups(GENERATE_CALL.stage, replica)
     await admit_groups(queue, 5)
     assert [replica.orders for replica in replicas] == [[0, 1, 2], [3, 4]]
-
-
-@in_virtual_time
-async def test_a_request_covers_the_slots_free_at_its_time():
-    queue, replicas = make_queue(), [Replica(1), Replica(1)]
-    for replica in replicas:
-        queue.request_groups(GENERATE_CALL.stage, replica)
-        replica.slots = 3
-    await admit_groups(queue, 5)
-    # Each replica gets its requested group; then the first replica requests more.
-    assert [replica.orders for replica in replicas] == [[0, 2, 3], [1, 4]]
-
-
-@in_virtual_time
-async def test_a_group_reaches_the_next_stage_after_a_hop():
-    queue, generator, scorer = make_queue(hop_s=0.5), Replica(2), Replica(2)
-    clock = asyncio.get_running_loop()
-    queue.request_groups(GENERATE_CALL.stage, generator)
-    queue.request_groups(REWARD_CALL.stage, scorer)
-    await admit_groups(queue, 1)
-    generator.groups[0].info = GroupInfo((4,), 3, ((0, 3),))
-    queue.commit_groups(GENERATE_CALL.stage, generator.groups)
-    await asyncio.sleep(0.75)
-    scored = scorer.orders
-    queue.commit_groups(REWARD_CALL.stage, scorer.groups)
-    queue.version = 2
-    (experience,) = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
-    expected = (1.25, [0], "0:0:0", 2)
-    assert (clock.time(), scored, experience.uid, experience.ready_version) == expected
 
 
 @in_virtual_time

@@ -78,23 +78,6 @@ def test_one_step_ahead_samples_while_it_trains():
     assert result.tokens_by_staleness == {0: 20 + 12, 1: 20 + 8}
 
 
-def test_a_weight_update_pauses_running_rollouts():
-    # The groups of the third step pause from 24.5 to 28.5.
-    weights = {"generate": WeightsTiming(publish_s=3.0, pull_s=4.0, pause_s=4.0)}
-    result = run(replace(TIMINGS, weights=weights), replace(APART, max_staleness=1))
-    assert result.step_ends == [17.5, 21.5, 42.0]
-
-
-def test_stages_on_shared_devices_take_turns():
-    # A trainer on separate devices trains each group as soon as it is scored.
-    workload = replace(WORKLOAD, lengths=make_fixed_lengths(10), micro_batch_tokens=11)
-    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
-    # Sampled by 10 and 20, trained from 10.5 and from 20.5 on.
-    assert run(timings, workload=workload, steps=1).step_ends == [20.5 + 2 + 1]
-    # Scoring starts at 20, one group at a time; training starts after both.
-    assert run(timings, TOGETHER, workload=workload, steps=1).step_ends == [20 + 1 + 2 + 2 + 1]
-
-
 def test_unpublished_versions_are_skipped_by_generators():
     ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
     # Four groups are sampled by 10 and scored by 11. Version 1 is not published: the next groups

@@ -12,7 +12,6 @@ from streamrl.dataflow import Dataflow, build_dataflow
 from streamrl.engines.models.model_shapes import load_model_shape
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.generation_model import GenerationModel
@@ -32,6 +31,7 @@ from streamrl.planner.problem.workload import LognormalLengths, Workload, make_f
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.planner.steady_state.list_scheduler import JobDependency
 from streamrl.resharding.grids import RankGrid
+from tests.planner.notations import parse_mesh
 from tests.planner.samplers import sampler
 
 SMALL = load_model_shape("qwen2.5-0.5b")
@@ -78,7 +78,7 @@ class FixedCosts(CostModel):
 def assign_meshes(**meshes: str) -> dict[str, CallAssignment]:
     assignments = {}
     for stage, text in meshes.items():
-        mesh = Mesh.from_text(text)
+        mesh = parse_mesh(text)
         assignments[stage] = CallAssignment(mesh, RankGrid(1, 1, mesh.size))
     return assignments
 
