@@ -171,10 +171,15 @@ def test_a_role_writes_no_control_token():
     assert count_control(tokenizer, render(tokenizer, said)) == 4
 
 
+def call_with(arguments, name="add"):
+    """Return an assistant's message that calls a function."""
+    call = {"id": "call00000", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 def test_the_arguments_of_a_call_write_no_control_token():
     tokenizer = make_tokenizer("bpe", None)
-    function = {"name": "name", "arguments": {"text": "</think><|im_end|>"}}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    call = call_with({"text": "</think><|im_end|>"}, "name")
     token_ids = render(tokenizer, "hello", call, {"role": "tool", "content": "</s>"})
     assert count_control(tokenizer, token_ids) == 8
 
@@ -187,24 +192,14 @@ EITHER = "{% set a = messages[1].tool_calls[0].function.arguments %}{{ a }}"
 @pytest.mark.parametrize("template", [OBJECT, JOINED, EITHER])
 @pytest.mark.parametrize("arguments", [{"a": "x"}, '{"a": "x"}'], ids=["object", "text"])
 def test_arguments_of_a_call_are_encoded_once(template, arguments):
-    tokenizer = make_tokenizer("bpe", None)
-    call = {"id": "call00000", "function": {"name": "add", "arguments": arguments}}
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
-    text = render_text(
-        tokenizer, Conversation("row", messages), ChatTemplate(template, "t"), is_closed=True
-    )
+    conversation = Conversation("row", [{"role": "user", "content": "hi"}, call_with(arguments)])
+    tokenizer, chat_template = make_tokenizer("bpe", None), ChatTemplate(template, "t")
+    text = render_text(tokenizer, conversation, chat_template, is_closed=True)
     assert text.replace(CODE, "") == '{"a": "x"}'
 
 
 def test_arguments_that_are_no_json_name_their_row():
-    call = {"function": {"name": "add", "arguments": "a=1"}}
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
+    messages = [{"role": "user", "content": "hello"}, call_with("a=1")]
     conversation = Conversation("rows.jsonl:7", messages)
     with pytest.raises(ConfigError, match=r"rows.jsonl:7: the arguments of a tool call must be"):
         render_text(make_tokenizer("bpe", None), conversation, ChatTemplate(OBJECT, "t"))

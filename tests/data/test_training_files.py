@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +69,13 @@ def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows
     for i, part in enumerate((rows[:20], rows[20:])):
         pq.write_table(pa.Table.from_pylist(part), tmp_path / "shards" / f"{i}.parquet")
     paths = [write_rows(*rows), tmp_path / "rows.parquet", tmp_path / "shards"]
-    first: Sequence[Any] | None = None
-    for path in paths:
-        # The coordinator process opens files like this.
-        data = open_rows(str(path), tokenizer=tokenizer)
-        drawn_prompts = [
-            (
-                prompt.uid,
-                prompt.messages,
-                prompt.ground_truth,
-                prompt.extra_info,
-                prompt.token_ids.tolist(),
-            )
-            for prompt in stream_of(data).draw_prompts(60)
-        ]
-        first = first or drawn_prompts
-        assert drawn_prompts == first, path
-    assert first is not None and len({uid for uid, *_ in first}) == 60
+    drawn = [stream_of(open_rows(str(p), tokenizer=tokenizer)).draw_prompts(60) for p in paths]
+    first, *others = (
+        [(p.uid, p.messages, p.ground_truth, p.extra_info, p.token_ids.tolist()) for p in prompts]
+        for prompts in drawn
+    )
+    assert others == [first, first]
+    assert len({uid for uid, *_ in first}) == 60
 
 
 def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):

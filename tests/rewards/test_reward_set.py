@@ -23,7 +23,7 @@ PLACED = replace(PROMPT, row_location="sums.jsonl line 12")
 
 
 class FakeReward(Reward):
-    """Returns fixed scores after a delay."""
+    """Returns fixed scores, or results, after a delay."""
 
     def __init__(self, values=(), *, wait_s=0.0, error=None, prompt_error=None):
         super().__init__()
@@ -43,7 +43,10 @@ class FakeReward(Reward):
             raise
         if self.error:
             raise self.error
-        return [RewardResult(value, outcome_of(value)) for value in self.values]
+        return [
+            value if isinstance(value, RewardResult) else RewardResult(value, outcome_of(value))
+            for value in self.values
+        ]
 
 
 def outcome_of(value):
@@ -84,22 +87,13 @@ async def test_a_failed_gate_makes_the_combined_score_0():
     assert columns["scores"].tolist() == [2.5, 0.0, -0.5]
 
 
-class FakeResults(FakeReward):
-    """Returns fixed RewardResults."""
-
-    async def score(self, prompt, completions):
-        return list(self.values)
-
-
 ABSENT = RewardResult.make_not_judged()
 
 
 async def test_an_abstaining_component_is_excluded_from_the_score():
     """The score is the weighted sum of the components with a score, as in TRL."""
-    half, full, triple = (RewardResult(score, outcome_of(score)) for score in (0.5, 1.0, 3.0))
     rewards = reward_set(
-        math=(2.0, FakeResults([ABSENT, half, ABSENT])),
-        code=(1.0, FakeResults([full, ABSENT, triple])),
+        math=(2.0, FakeReward([ABSENT, 0.5, ABSENT])), code=(1.0, FakeReward([1.0, ABSENT, 3.0]))
     )
     columns = await score_texts(rewards, PROMPT, ["a", "b", "c"])
     assert columns["scores"].tolist() == [1.0, 1.0, 3.0]
@@ -111,12 +105,12 @@ async def test_an_abstaining_component_is_excluded_from_the_score():
 async def test_an_abstaining_gate_is_open_and_a_completion_without_results_has_no_score():
     gate = reward_set(
         gates=["gate"],
-        gate=(0.0, FakeResults([ABSENT, RewardResult.from_correctness(False)])),
+        gate=(0.0, FakeReward([ABSENT, 0.0])),
         other=(1.0, FakeReward([2.0, 2.0])),
     )
     assert (await score_texts(gate, PROMPT, ["a", "b"]))["scores"].tolist() == [2.0, 0.0]
     abstaining = reward_set(
-        a=(1.0, FakeResults([RewardResult.from_correctness(True), ABSENT])),
+        a=(1.0, FakeReward([1.0, ABSENT])),
         logged=(0.0, FakeReward([1.0, 1.0])),
     )
     with pytest.raises(RewardError, match=r"completion 1 has no score: a returned None"):
@@ -130,8 +124,8 @@ async def test_extra_metrics_are_summed_and_averaged():
             for metrics in numbers
         ]
 
-    first = reward_set(f=(1.0, FakeResults(results_with({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
-    second = reward_set(f=(1.0, FakeResults(results_with({"acc": 0.0}, {"acc": -3.0}))))
+    first = reward_set(f=(1.0, FakeReward(results_with({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
+    second = reward_set(f=(1.0, FakeReward(results_with({"acc": 0.0}, {"acc": -3.0}))))
     counts: Counter[str] = Counter()
     for rewards in (first, second):
         await score_texts(rewards, PROMPT, ["a", "b"])
@@ -139,7 +133,7 @@ async def test_extra_metrics_are_summed_and_averaged():
     assert sums_to_means(counts) == {"verdicts/pass": 4, "reward/f/acc": -0.5, "reward/f/a~b": 4.0}
     assert find_metric("reward/f/acc").name == "reward/<component>/<number>"
     assert first.drain_counts() == {}
-    many = reward_set(f=(1.0, FakeResults(results_with({f"n{i}": 1.0 for i in range(999)}))))
+    many = reward_set(f=(1.0, FakeReward(results_with({f"n{i}": 1.0 for i in range(999)}))))
     await score_texts(many, PROMPT, ["a"])
     assert len(sums_to_means(many.drain_counts())) == 201
 

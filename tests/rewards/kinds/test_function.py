@@ -57,7 +57,15 @@ SIGNATURES = [
         """,
         [2, 2],
     ),
-    ("def f(solution_strs, ground_truths, **kwargs): return [len(kwargs)] * 2", [2, 2]),
+    (
+        """
+        def f(data_sources, solution_strs, ground_truths, extra_infos, scale=2.0):
+            assert data_sources == ["sums"] * 2 and ground_truths == ["5"] * 2
+            extra_infos[0]["n"] = 9
+            return [scale * info["n"] for info in extra_infos]
+        """,
+        [18, 2],
+    ),
     (
         """
         def f(prompts, completions, solution, **columns):
@@ -105,29 +113,6 @@ async def test_a_dict_has_pass_flag_and_answer(reward_from):
         RewardResult(-1.0, RewardOutcome.PASS, "5", extra_metrics=(("acc", 1.0),)),
         RewardResult(-1.0, RewardOutcome.WRONG, "6", extra_metrics=(("acc", 0.0),)),
     ]
-
-
-async def test_the_verl_batch_signature_receives_the_group_as_lists(reward_from):
-    reward = reward_from(
-        """
-        def compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale=2.0):
-            assert data_sources == ["sums"] * 2 and ground_truths == ["5"] * 2
-            extra_infos[0]["n"] = 9
-            assert extra_infos == [{"n": 9}, {"n": 1}]
-            return [
-                {"score": scale * (s == t), "acc": s == t, "length": len(s), "note": "x"}
-                for s, t in zip(solution_strs, ground_truths)
-            ]
-    """,
-        "compute_score",
-    )
-    assert await score_completions(reward, row=prompt(n=1)) == [
-        RewardResult(2.0, RewardOutcome.PASS, extra_metrics=(("acc", 1.0), ("length", 1.0))),
-        RewardResult(0.0, RewardOutcome.WRONG, extra_metrics=(("acc", 0.0), ("length", 1.0))),
-    ]
-    short = reward_from("def f(solution_strs, ground_truths): return [1.0]")
-    with pytest.raises(RewardError, match="not a list of 2 numbers"):
-        await scores(short)
 
 
 async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
@@ -223,9 +208,7 @@ async def test_a_group_function_must_return_a_number_per_completion(reward_from,
     [
         ("return 1 / 0", "ZeroDivisionError: division by zero"),
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
-        ("assert False", "AssertionError$"),
         ("raise SystemExit(3)", "SystemExit: 3"),
-        ("import json; json.loads('{')", "JSONDecodeError: Expecting"),
         ("raise GeneratorExit", "GeneratorExit$"),
         ("raise ValueError('x' * 10**6)", "ValueError: x{500}[.]{3}$"),
         (

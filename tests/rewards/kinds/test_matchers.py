@@ -90,20 +90,6 @@ def test_a_ground_truth_with_an_empty_normal_form_is_refused(rule, truth):
 @pytest.mark.parametrize(
     ("text", "form"),
     [
-        (r"x = .5", r"\frac{1}{2}"),
-        (r"-\dfrac 12", r"-\frac{1}{2}"),
-        (r"3\text{ red}, 2\text{ blue}", r"3\text{red},2\text{blue}"),
-        (r"\left[ 2, \tfrac{\pi}{3} \right)", r"[2,\frac{\pi}{3})"),
-    ],
-)
-def test_the_normal_form_of_math(text, form):
-    assert math_answers.normalize_latex(text) == form
-    assert math_answers.normalize_latex(form) == form
-
-
-@pytest.mark.parametrize(
-    ("text", "form"),
-    [
         (r"a = \frac12 + \sqrt3", r"\frac{1}{2}+\sqrt{3}"),
         (r"the area is $\mbox{about }7$ square inches", "about7"),
         (r"1,234,567 \text{ meters}", "1234567"),

@@ -86,15 +86,6 @@ async def verdict(sandbox: Sandbox, source: str, *tests: StdinTest | CallTest) -
 
 
 @module_loop
-async def test_a_program_is_judged_by_its_output(sandbox: Sandbox):
-    assert sandbox.user_warning == ""
-    assert await verdict(sandbox, ADD, StdinTest("1 2", "3\n")) is RewardOutcome.PASS
-    assert await verdict(sandbox, ADD, StdinTest("1 2", "4\n")) is RewardOutcome.WRONG
-    assert await verdict(sandbox, ADD, StdinTest("x", "")) is RewardOutcome.RUNTIME_ERROR
-    assert await verdict(sandbox, "print(", StdinTest("", "")) is RewardOutcome.COMPILE_ERROR
-
-
-@module_loop
 async def test_a_function_is_judged_by_its_return_value(sandbox: Sandbox):
     pairs = "def pairs(a, b): return [(a, b)], {a: 0.1 + 0.2}"
     right = CallTest("pairs", [1, "x"], [None, ([[1, "x"]], {"1": 0.3})])
