@@ -108,7 +108,7 @@ async def test_an_evaluation_prompt_on_a_generator_that_left_is_not_a_failed_pro
     actor._stages = [SimpleNamespace(device_lease=DedicatedDeviceLease())]
     answers = iter([EnvironmentStep(done=True), EpisodeError("the processes are closed")])
     hosts = ScriptedHosts(lambda: ScriptedSession([next(answers)]))
-    actor._driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
+    actor._driver = make_driver(ScriptedSampler(), hosts)
     sampled = await actor.sample(PROMPT, [1], SamplingSettings(), 0)
     assert len(sampled.columns["lengths"]) == 1 and not sampled.failure
     await actor._driver.close()

@@ -52,23 +52,26 @@ _PLAIN = re.compile(
 )
 
 
+def make_byte_tokenizer(special, plain, **tokens):
+    """Return a byte-level tokenizer with these added tokens."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+
+
 @functools.cache
 def load_published(name):
     """Return the renderer of a family: its template, and a byte-level tokenizer with its tokens."""
     folder = Path(str(distribution("trl").locate_file("trl/chat_templates")))
     source = (folder / f"{name}.jinja").read_text()
     ends = FAMILIES[name]
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     special = sorted({*_SPECIAL.findall(source), *ends, *EXTRA_TOKENS.get(name, [])})
-    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     plain = sorted(set(_PLAIN.findall(source)) - {*special})
-    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=ends[0], bos_token=ends[-1]
-    )
+    tokenizer = make_byte_tokenizer(special, plain, eos_token=ends[0], bos_token=ends[-1])
     end_token_ids = tokenizer.convert_tokens_to_ids(ends)
     template = ChatTemplate(source, name)
     return TurnRenderer(tokenizer, template, end_token_ids=end_token_ids)

@@ -1,4 +1,4 @@
-"""The code task: its programs are right, and its tests reject wrong ones."""
+"""The code task: its programs pass the tests of their problems, whose results are right."""
 
 import json
 import random
@@ -52,28 +52,3 @@ def test_expected_results_by_hand():
     assert returned("f(x): the sum of x in steps of 4", numbers) == 12
     assert returned("f(x): the first 2 letters of x, 3 times", "abcd") == "ababab"
     assert returned("f(x): the last 3 letters of x backwards", "abcd") == "dcb"
-
-
-def test_a_program_with_a_slip_fails_whether_it_parses_or_not():
-    rng = random.Random(0)
-    outcomes = {"right": 0, "wrong": 0, "syntax": 0}
-    for problem in list_problems():
-        for _ in range(3):
-            program = training.add_slip(problem.programs[0], rng)
-            try:
-                compile(program, "program", "exec")
-            except SyntaxError:
-                outcomes["syntax"] += 1
-                continue
-            outcomes["right" if passes(program, make_ground_truth(problem, rng)) else "wrong"] += 1
-    total = sum(outcomes.values())
-    assert outcomes["right"] < 0.05 * total, outcomes
-    assert outcomes["wrong"] > 0.3 * total, outcomes
-    assert outcomes["syntax"] > 0.2 * total, outcomes
-
-
-def test_the_base_models_training_counts_only_programs_of_the_problem_as_right():
-    row = {"prompt": [{"role": "user", "content": "f(x): 3 times x plus 2"}]}
-    assert training.is_right(row, "def f(x):\n return 3*x+2")
-    assert training.is_right(row, "def f(x):\n return x*3+2")
-    assert not training.is_right(row, "def f(x):\n return 3*x+1")

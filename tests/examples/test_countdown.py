@@ -34,12 +34,6 @@ def test_every_target_can_be_reached_and_every_training_answer_reaches_it():
             assert get_question(row) == text
 
 
-def test_a_slip_is_a_sum_that_comes_near():
-    rng, rows = random.Random(0), make_rows(seed=0)["train"]
-    right = [training.is_right(row, training.sample_solution(row, rng, 1.0)) for row in rows]
-    assert sum(right) < 0.05 * len(rows), "few targets have no other near them"
-
-
 @pytest.mark.parametrize("answer", ["7+2*9", "2*9+7", "9*2+7", " 7 + (9 * 2) ", "(7+9*2)"])
 def test_each_way_to_the_target_is_right(answer: str):
     assert compute_score("countdown", answer, TRUTH) == 1.0

@@ -1,7 +1,6 @@
 """The reward model of the arithmetic task: its training data and its build."""
 
 import json
-import random
 from functools import partial
 from pathlib import Path
 
@@ -9,21 +8,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from examples.arithmetic import make as arithmetic_make
-from examples.arithmetic.problems import make_rows
-from examples.arithmetic.training import is_right
-from examples.reward_model import make, training
+from examples.reward_model import make
 from examples.reward_model.training import RewardModelRecipe, compute_logits, render_conversation
 from examples.toy_models import building
-from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save_model
 from tests.examples.test_tasks import PRETRAINING
-
-
-def test_about_half_of_the_training_answers_are_right():
-    rng, rows = random.Random(0), make_rows(seed=0)["train"]
-    answers = [(row, training.sample_answer(row, rng)) for row in rows]
-    right = sum(is_right(row, text) for row, text in answers) / len(answers)
-    assert 0.4 < right < 0.6
-    assert max(len(text) for _, text in answers) <= 12
 
 
 def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path: Path):
@@ -47,21 +35,3 @@ def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path:
         batched = compute_logits(model, tokenizer, [text, render_conversation(row, "9", tokenizer)])
     assert torch.isfinite(logits).all()
     assert torch.allclose(logits, batched[:1], atol=1e-5), "rows of a batch are independent"
-
-
-def test_layers_below_the_trained_ones_stay_the_base_models(tmp_path: Path):
-    tokenizer = make_tokenizer()
-    base = make_untrained(tokenizer, seed=0)
-    save_model(base, tokenizer, tmp_path)
-    model, hints = training.build_untrained(tmp_path, seed=0)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    recipe = RewardModelRecipe(num_steps=2, rows_per_step=4)
-    rows = make_rows(seed=0)["train"]
-    assert (
-        len(list(training.train_reward_model(model, hints, tokenizer, rows, recipe, seed=0))) == 2
-    )
-    moved = {name for name, value in model.state_dict().items() if (value != before[name]).any()}
-    assert "score.weight" in moved
-    assert any(name.startswith("model.layers.2.") for name in moved)
-    frozen = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.")
-    assert not [name for name in moved if name.startswith(frozen)]

@@ -1,7 +1,6 @@
 """Tool schemas in OpenAI's form, made from Python functions."""
 
 import inspect
-import json
 import re
 import textwrap
 import types
@@ -117,25 +116,8 @@ def get_parameters(tool: ToolSchema) -> Mapping[str, Any]:
 
 
 def format_tool(tool: ToolSchema) -> str:
-    """Return a tool as `search(query: string, limit: integer = 3): Search the web.`"""
-    function = tool["function"]
-    parameters = get_parameters(tool)
-    written = []
-    for name, schema in parameters.get("properties", {}).items():
-        text = f"{name}: {_name_type(schema)}"
-        if name not in parameters.get("required", ()):
-            default = schema.get("default") if isinstance(schema, Mapping) else None
-            text += f" = {json.dumps(default, ensure_ascii=False)}"
-        written.append(text)
+    """Return a tool as `search(query: string, limit: integer): Search the web.`"""
+    function, properties = tool["function"], get_parameters(tool).get("properties", {})
+    kinds = {n: s.get("type", "any") for n, s in properties.items() if isinstance(s, Mapping)}
+    written = (f"{name}: {kinds.get(name, 'any')}" for name in properties)
     return f"{function['name']}({', '.join(written)}): {function.get('description', '')}".rstrip()
-
-
-def _name_type(schema: Any) -> str:
-    if not isinstance(schema, Mapping):
-        return "any"
-    if "enum" in schema:
-        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
-    if "anyOf" in schema:
-        return " | ".join(map(_name_type, schema["anyOf"]))
-    kind = schema.get("type", "any")
-    return " | ".join(kind) if isinstance(kind, list) else str(kind)

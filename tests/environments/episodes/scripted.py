@@ -59,7 +59,7 @@ class TextFormat:
 class ScriptedSampler:
     """Samples `write(context, seed)`, a token per `token_s`, with the version served then."""
 
-    write: Callable[[str, int], str]
+    write: Callable[[str, int], str] = lambda context, seed: "a;"
     token_s: float = 0.0
     paused_s: float = 0.0
     version: int = 0

@@ -129,7 +129,7 @@ def test_trained_tokens_are_the_sampled_tokens_and_columns_keep_the_schema(seed)
 
 @in_virtual_time
 async def test_a_turn_that_does_not_continue_the_episode_is_an_infrastructure_error(monkeypatch):
-    sampler = ScriptedSampler(lambda context, seed: "a;")
+    sampler = ScriptedSampler()
     original = sampler.generate
 
     async def generate(prompt_ids, **options):
@@ -168,7 +168,7 @@ def test_limits_end_an_episode_as_truncated_and_it_is_still_scored(limits, reaso
 
 @in_virtual_time
 async def test_time_in_engine_and_environment_ends_an_episode_waiting_for_a_slot_does_not():
-    sampler = ScriptedSampler(lambda context, seed: "a;")
+    sampler = ScriptedSampler()
 
     def open_session():
         return ScriptedSession([(4.0, say("slow", reward=0.5))] * 9)
@@ -183,7 +183,7 @@ async def test_time_in_engine_and_environment_ends_an_episode_waiting_for_a_slot
 
 @in_virtual_time
 async def test_an_episodes_clock_stops_while_its_engine_is_suspended(monkeypatch):
-    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=1.0)
+    sampler = ScriptedSampler(token_s=1.0)
     sample = sampler.generate
 
     async def generate(*arguments, **options):
@@ -233,7 +233,7 @@ async def test_a_retry_writes_other_words_in_the_same_environment():
 async def test_an_episode_that_the_drivers_close_interrupts_is_left_to_another_generator():
     closed = EpisodeError("the environment's processes are closed")
     hosts = ScriptedHosts(lambda: ScriptedSession([(10.0, closed)]))
-    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
+    driver = make_driver(ScriptedSampler(), hosts)
     group = asyncio.create_task(run_group(driver, seeds=range(2)))
     await asyncio.sleep(1.0)
     await driver.close()
@@ -247,7 +247,7 @@ async def test_an_episode_that_the_drivers_close_interrupts_is_left_to_another_g
 async def test_an_evaluation_leaves_out_failed_samples_and_counts_in_no_metric_of_training():
     answers = iter([DONE, EpisodeError("refused"), DONE])
     hosts = ScriptedHosts(lambda: ScriptedSession([next(answers)]))
-    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts, attempts=1)
+    driver = make_driver(ScriptedSampler(), hosts, attempts=1)
     columns, failure = await driver.run_evaluation(
         PROMPT, seeds=range(3), environment_seed=7, compute=no_lease, sampling=None
     )
@@ -257,7 +257,7 @@ async def test_an_evaluation_leaves_out_failed_samples_and_counts_in_no_metric_o
 
 @in_virtual_time
 async def test_the_meter_tells_how_many_open_episodes_wait_for_their_environment():
-    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=1.0)
+    sampler = ScriptedSampler(token_s=1.0)
     hosts = ScriptedHosts(lambda: ScriptedSession([(500.0, DONE)]))
     driver = make_driver(sampler, hosts, slots=1, episode_timeout_s=1000.0)
     group = asyncio.create_task(run_group(driver, seeds=range(3)))
@@ -289,7 +289,7 @@ async def test_an_outage_of_a_server_delays_episodes_by_one_probe_and_costs_no_a
                 raise EpisodeOutageError("http://tools/mcp: ended: ConnectError")
 
     hosts = ScriptedHosts(lambda: ServerSession([(1.0, say("x")), DONE]))
-    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=2.0)
+    sampler = ScriptedSampler(token_s=2.0)
     driver = make_driver(sampler, hosts, slots=8, attempts=1, episode_timeout_s=20.0)
     group = asyncio.create_task(run_group(driver, seeds=range(8)))
     await asyncio.sleep(30.0)
@@ -310,7 +310,7 @@ async def test_a_group_is_trained_only_whole():
     def open_session():
         return ScriptedSession([EpisodeError("refused") if next(count) == 0 else DONE])
 
-    sampler = ScriptedSampler(lambda context, seed: "a;")
+    sampler = ScriptedSampler()
     driver = make_driver(sampler, ScriptedHosts(open_session), attempts=1)
     with pytest.raises(EpisodeError, match="refused"):
         await run_group(driver, seeds=range(3))
@@ -318,7 +318,7 @@ async def test_a_group_is_trained_only_whole():
 
 @in_virtual_time
 async def test_an_error_of_the_engine_is_no_fault_of_the_environment(monkeypatch):
-    sampler = ScriptedSampler(lambda context, seed: "a;")
+    sampler = ScriptedSampler()
 
     async def generate(*arguments, **options):
         raise GenerationError("the engine died")
@@ -344,7 +344,7 @@ async def test_an_episode_holds_slot_and_lease_only_while_it_samples():
         finally:
             holders -= 1
 
-    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=0.5)
+    sampler = ScriptedSampler(token_s=0.5)
     hosts = ScriptedHosts(lambda: ScriptedSession([(30.0, say("x")), (30.0, DONE)]))
     driver = make_driver(sampler, hosts, slots=2)
     group = asyncio.create_task(run_group(driver, seeds=range(8), compute=lease))
@@ -365,7 +365,7 @@ async def test_spans_of_turns_have_the_time_of_the_environment_so_far():
         yield facts
         turns.append(facts)
 
-    sampler = ScriptedSampler(lambda context, seed: "a;", token_s=0.5)
+    sampler = ScriptedSampler(token_s=0.5)
     hosts = ScriptedHosts(lambda: ScriptedSession([(2.0, say("xy")), (3.0, DONE)]))
     driver = make_driver(sampler, hosts)
     await run_group(driver, seeds=[5], compute=record)
@@ -398,7 +398,7 @@ async def test_turns_of_earlier_groups_go_first():
 async def test_a_first_observation_without_room_for_a_turn_is_no_episode(monkeypatch, length):
     start = ResetResult(messages=[{"role": "user", "content": "x" * length}])
     hosts = ScriptedHosts(lambda: ScriptedSession([DONE], start))
-    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts, attempts=1)
+    driver = make_driver(ScriptedSampler(), hosts, attempts=1)
     if length > 300:
         monkeypatch.setattr(CodePointRenderer, "render_prompt", refuse_to_encode)
     with pytest.raises(EpisodeError, match=r"environment.max_tokens=256 leaves no room"):
@@ -409,7 +409,7 @@ async def test_a_first_observation_without_room_for_a_turn_is_no_episode(monkeyp
 async def test_an_observation_that_cannot_fit_is_not_encoded(monkeypatch):
     monkeypatch.setattr(CodePointRenderer, "render_bridge", refuse_to_encode)
     hosts = ScriptedHosts(lambda: ScriptedSession([say("x" * 1_000_000), DONE]))
-    columns = await run_group(make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts))
+    columns = await run_group(make_driver(ScriptedSampler(), hosts))
     assert list_reasons(columns) == [FinishReason.TOKENS]
 
 
@@ -421,7 +421,7 @@ def refuse_to_encode(*arguments, **options):
 async def test_the_worst_outcome_of_its_calls_is_that_of_the_turn():
     calls = [CallOutcome.OK, CallOutcome.TOOL_ERROR, CallOutcome.UNKNOWN_TOOL]
     hosts = ScriptedHosts(lambda: ScriptedSession([say("x", outcomes=calls), DONE]))
-    driver = make_driver(ScriptedSampler(lambda context, seed: "a;"), hosts)
+    driver = make_driver(ScriptedSampler(), hosts)
     columns = await run_group(driver)
     assert columns["turn_outcomes"].tolist() == [TurnOutcome.TOOL_ERROR, TurnOutcome.SPOKE]
     assert (columns["num_calls"].tolist(), columns["num_invalid_calls"].tolist()) == ([3], [1])

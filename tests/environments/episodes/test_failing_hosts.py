@@ -12,7 +12,7 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes import driver as driver_module
 from streamrl.environments.episodes.driver import derive_attempt_seed
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
-from streamrl.errors import EpisodeError, EpisodeTimeoutError
+from streamrl.errors import EpisodeTimeoutError
 from streamrl.messages import Prompt
 from tests.descendants import descendants
 from tests.environments.episodes.scripted import ScriptedSampler, make_driver, run_group
@@ -65,33 +65,3 @@ async def test_episodes_of_a_hanging_environment_are_tried_again_and_have_no_rew
     assert close["environment_scores"].tolist() == [0.5], "the episode had ended"
     assert driver.meter.drain_counts()["episode/infra_errors"] == 2 * 3
     assert pool.num_claims == 0
-
-
-async def test_an_episode_whose_host_dies_is_tried_again_and_its_group_ends_with_the_reason(
-    pool, monkeypatch
-):
-    monkeypatch.setattr(driver_module, "RETRY_DELAY_S", 0.01)
-    commands = iter(("kill;", "go;", "kill;", "kill;"))
-    driver = start_driver(pool, lambda context, seed: next(commands))
-    columns = await run_group(driver, prompt=make_prompt())
-    assert columns["environment_scores"].tolist() == [0.5]
-    with pytest.raises(EpisodeError, match=r"step: .* was killed by SIGKILL"):
-        await run_group(driver, prompt=make_prompt())
-    assert driver.meter.drain_counts()["episode/infra_errors"] == 3
-
-
-async def test_others_go_on_between_the_turns_of_an_episode_that_blocks_its_host(pool):
-    num_turns, order = 8, []
-
-    def write(context, seed):
-        is_blocking = seed == 1 or "block" in context
-        order.append(is_blocking)
-        return "block 0.02;" if is_blocking else "now;"
-
-    driver = start_driver(pool, write, max_turns=num_turns, attempts=1)
-    columns = await run_group(driver, prompt=make_prompt(), seeds=(0, 1))
-    assert columns["num_turns"].tolist() == [num_turns] * 2
-    for number in range(1, len(order)):
-        num_blocking = sum(order[:number])
-        # An answer may just miss the end of a turn that blocks, and then waits for the next one.
-        assert number - num_blocking >= min(num_blocking // 2, num_turns)
