@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.actors.actor_context import TRAINER_PHASE, make_lease, map_phase_slots
 from streamrl.config.run_config import RunConfig, load_config
-from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
+from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
 RULE = "{kind: math}"
 MODEL = "{kind: model, path: judge}"
@@ -26,25 +26,21 @@ def config(tmp_path: Path, rewards: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    "rewards",
+    ("rewards", "may_use_devices"),
     [
-        MODEL,
-        f"{RULE}, {MODEL}",
-        "{kind: function, path: 'mine.py:f'}",
+        (MODEL, True),
+        (f"{RULE}, {MODEL}", True),
+        ("{kind: function, path: 'mine.py:f'}", True),
+        (RULE, False),
+        (f"{RULE}, {{kind: code}}", False),
     ],
 )
-def test_a_reward_that_may_use_devices_gets_a_shared_device_lease(tmp_path: Path, rewards: str):
+def test_only_rewards_that_may_use_devices_are_a_phase_with_a_shared_lease(
+    tmp_path: Path, rewards: str, may_use_devices: bool
+):
     shared = config(tmp_path, rewards)
-    assert set(map_phase_slots(shared)) == {TRAINER_PHASE, "generator", "reward"}
-    lease = make_lease(shared, DeviceArbiter(timeout_s=1.0), "reward-0", "reward")
-    assert isinstance(lease, SharedDeviceLease)
-
-
-@pytest.mark.parametrize("rewards", [RULE, f"{RULE}, {{kind: code}}"])
-def test_rule_based_rewards_hold_no_device_phase(tmp_path: Path, rewards: str):
-    shared = config(tmp_path, rewards)
-    assert set(map_phase_slots(shared)) == {TRAINER_PHASE, "generator"}
-    arbiter = DeviceArbiter(timeout_s=1.0)
-    assert isinstance(make_lease(shared, arbiter, "reward-0", "reward"), DedicatedDeviceLease)
-    assert isinstance(make_lease(shared, arbiter, "generator-0", "generator"), SharedDeviceLease)
-    assert isinstance(make_lease(shared, arbiter, TRAINER_PHASE, TRAINER_PHASE), SharedDeviceLease)
+    phases = {TRAINER_PHASE, "generator"} | ({"reward"} if may_use_devices else set())
+    assert set(map_phase_slots(shared)) == phases
+    for role in (TRAINER_PHASE, "generator", "reward"):
+        lease = make_lease(shared, DeviceArbiter(timeout_s=1.0), f"{role}-0", role)
+        assert isinstance(lease, SharedDeviceLease) is (role in phases)

@@ -28,30 +28,6 @@ from tests.environments.episodes.scripted import (
 from tests.virtual_time import in_virtual_time
 
 
-class Engine:
-    """Engine that records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    async def pause(self, reason: str) -> None:
-        self.calls.append(f"pause for {reason}")
-
-    async def resume(self, reason: str) -> None:
-        self.calls.append(f"resume for {reason}")
-
-
-async def test_suspend_pauses_the_engine_and_resume_resumes_it():
-    generator, engine = GeneratorActor(), Engine()
-    actor: Any = generator
-    actor._generator = engine
-    actor._stages = [SimpleNamespace(name="generate", spans=SpanRecorder("generator-0"))]
-    await generator.suspend()
-    assert engine.calls == ["pause for lease"]
-    await generator.resume()
-    assert engine.calls == ["pause for lease", "resume for lease"]
-
-
 class CountingLease:
     """Device lease that counts its users."""
 
@@ -91,7 +67,7 @@ async def test_an_episode_holds_the_device_lease_for_its_turns_and_not_for_its_g
     steps = [say("x"), EnvironmentStep(done=True)]
     actor._driver = make_driver(ScriptedSampler(write), ScriptedHosts(lambda: Session(steps)))
     stage = StageContext("generate", cast(Any, None), lease, SpanRecorder("generator-0"))
-    sample, read_partials = actor._make_sample_function(Engine(), stage)
+    sample, read_partials = actor._make_sample_function(None, stage)
     columns = await sample(PROMPT, None, lambda: None)
     assert (while_sampling, while_waiting) == ([1, 1], [0, 0])
     assert columns["num_turns"].tolist() == [2]
@@ -102,7 +78,7 @@ async def test_an_episode_holds_the_device_lease_for_its_turns_and_not_for_its_g
 async def test_an_evaluation_prompt_on_a_generator_that_left_is_not_a_failed_prompt():
     """Its environment's processes are gone: the evaluator asks another generator."""
     actor: Any = GeneratorActor()
-    actor._generator, actor._served_version = Engine(), ServedVersion("generator-0")
+    actor._generator, actor._served_version = object(), ServedVersion("generator-0")
     actor._served_version.advance_to(0)
     actor._config = SimpleNamespace(evaluation=EvaluationConfig())
     actor._stages = [SimpleNamespace(device_lease=DedicatedDeviceLease())]

@@ -25,10 +25,10 @@ from streamrl.actors.liveness import (
     name_unresponsive,
 )
 from streamrl.actors.queue_shard import ShardActor
-from streamrl.config.preflight import PreparedRun
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL
 from streamrl.errors import DeadlineError, FilterLimitError
+from tests.actors.fakes import make_prepared
 from tests.virtual_time import ManualClock
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -81,10 +81,7 @@ def test_a_timeout_error_names_unresponsive_processes_and_other_errors_stay_unch
 
 def test_processes_lists_each_process_once_without_unplaced_replicas():
     config = load_config(RECIPE, ["placement.mode=colocated", "trainer.world_size=2"])
-    nothing: Any = None
-    registry = ActorRegistry(
-        config, PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False
-    )
+    registry = ActorRegistry(config, make_prepared(config), on_gpu=False)
     calls = {call.role: call for call in config.dataflow.calls}
     hosts: list[Any] = ["first", "second"]
     for role, name in ((GENERATE_CALL.role, "generator"), (POLICY, "trainer")):
@@ -134,8 +131,9 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
 ):
     config = load_config(RECIPE, [f"run.dir={tmp_path}", "run.silent_s=12"])
     nothing: Any = None
-    prepared = PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ())
-    session = RunSession(config, prepared, on_gpu=False, shard_bytes=0, engines=nothing)
+    session = RunSession(
+        config, make_prepared(config), on_gpu=False, shard_bytes=0, engines=nothing
+    )
     calls = {call.role: call for call in config.dataflow.calls}
     registry = session._registry
     stopped = processes["generator-1"]

@@ -15,7 +15,6 @@ from streamrl.actors import queue_shard
 from streamrl.actors.queue_shard import RemoteShard, create_shards
 from streamrl.actors.transport.rpc import RpcEndpoint
 from streamrl.buffer import (
-    DurableShard,
     ExperienceQueue,
     QueueConfig,
     QueueShard,
@@ -24,9 +23,7 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.buffer.durable_shard import SnapshotBase, recover_state
 from streamrl.buffer.encoding import LARGE_BLOB_BYTES
-from streamrl.buffer.journal import list_segments
 from streamrl.errors import ActorLostError, ContractError
 from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
 
@@ -96,7 +93,7 @@ def kill(shard: RemoteShard) -> None:
     os.kill(ray.get(shard.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("uid", ["0:0:0", "0:1:0"])
 async def test_partial_rollouts_go_to_the_next_holder(make: Make, uid: str):
     shard = make()
     first, second = (ExperienceQueue([shard], holder) for holder in ("a", "b"))
@@ -110,7 +107,7 @@ async def test_partial_rollouts_go_to_the_next_holder(make: Make, uid: str):
     assert_columns_of(resumed.partial_rollouts, uid)
 
 
-@pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("uid", ["0:0:0", "0:1:0"])
 async def test_only_large_columns_take_actor_calls(make: Make, uid: str):
     shard = make()
     queue = ExperienceQueue([shard], "me")
@@ -169,18 +166,6 @@ async def test_requests_are_retried_until_a_dead_shard_is_back(make: Make):
         await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in leased]) == []
     )
     assert (await waiting)[0].uid in SIZES
-
-
-async def test_a_snapshot_replaces_the_journal_segments_before_its_cut(make: Make, tmp_path: Path):
-    shard, snapshot = make(), tmp_path / "snapshot"
-    await ExperienceQueue([shard], "me").insert_prompts(prompts(), 0)
-    cut = await shard.call(DurableShard.rotate_journal)
-    await shard.call(DurableShard.write_snapshot, cut, snapshot)
-    await shard.call(DurableShard.discard_before, cut)
-    await shard.call(DurableShard.close)
-    assert list_segments(tmp_path / "shard-0") == [cut]
-    state, _ = recover_state(STAGES, None, SnapshotBase(snapshot))
-    assert state.groups.keys() == SIZES.keys()
 
 
 async def test_a_shard_without_a_journal_is_not_restarted(make: Make):

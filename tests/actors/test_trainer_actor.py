@@ -15,17 +15,15 @@ from streamrl.actors import trainer
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.config.run_config import ModelConfig, RunConfig
-from streamrl.data.config import DataConfig
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.trainer_config import ReferenceConfig
 from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.errors import WeightsError
-from streamrl.rewards.interface.config import RewardConfig
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightBucket, WeightManifest
 from streamrl.weights.buckets import unpack_tensors
+from tests.actors.fakes import make_config
 from tests.weights.local_transport import LocalReader, LocalWriter
 
 
@@ -62,15 +60,9 @@ class Generator:
 
 def make_context(rank: Any, memory: WorkerMemory | None, **settings: Any) -> Any:
     """Make the context of a run whose trainer has this rank."""
-    config = RunConfig(
-        model=ModelConfig(path="model"),
-        data=DataConfig(train="rows.jsonl"),
-        rewards=[RewardConfig("exact")],
-        **settings,
-    )
     stage = SimpleNamespace(spans=SpanRecorder("trainer-0"))
     return SimpleNamespace(
-        config=config,
+        config=make_config(**settings),
         make_stages=lambda calls, name: (stage,),
         train_columns=(),
         memory=memory,

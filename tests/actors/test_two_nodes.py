@@ -37,19 +37,16 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.config.preflight import PreparedRun
-from streamrl.config.run_config import ModelConfig, RunConfig
-from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement.config import PlacementConfig
-from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.config import COLLECTIVE, OBJECT_STORE
 from streamrl.weights.transport import TransportSpec
+from tests.actors.fakes import make_config, make_prepared
 from tests.e2e.launched import MARK, marked
 
 pytestmark = pytest.mark.slow
@@ -263,19 +260,13 @@ def wait_until_free() -> None:
 
 def make_registry(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
     """Make the registry of a PPO run, without actors; each model has `ranks` ranks."""
-    config = RunConfig(
-        model=ModelConfig(path="model"),
-        data=DataConfig(train="rows.jsonl"),
-        rewards=[RewardConfig(kind="exact")],
+    config = make_config(
         algorithm=AlgorithmConfig(name="ppo"),
         placement=PlacementConfig(address="local"),
         trainer=TrainerConfig(world_size=ranks),
         generator=GeneratorConfig(tensor_parallel=tensor_parallel),
     )
-    nothing: Any = None
-    return ActorRegistry(
-        config, PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False
-    )
+    return ActorRegistry(config, make_prepared(config), on_gpu=False)
 
 
 def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nodes):

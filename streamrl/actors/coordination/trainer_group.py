@@ -114,9 +114,8 @@ class TrainerGroup(ParallelTrainer):
         sums: sums of all rounds of the update.
         """
         async with self._exclude_publish():
-            metrics: Mapping[str, float] = (await self._call_ranks("update", sums, self._version))[
-                0
-            ]
+            replies = await self._call_ranks("update", sums, self._version)
+        metrics: Mapping[str, float] = replies[0]
         return metrics
 
     async def publish_weights(self, version: int, followers: Sequence[str]) -> WeightManifest:

@@ -10,19 +10,17 @@ import pytest
 
 from streamrl.actors.coordination.evaluator import RunEvaluator
 from streamrl.actors.coordination.role_actors import RoleActors, describe_waits
-from streamrl.config.run_config import ModelConfig, RunConfig, RunSettings
-from streamrl.data.config import DataConfig
+from streamrl.config.run_config import RunConfig, RunSettings
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import DeadlineError, GenerationError
 from streamrl.messages import Array, Experience, Prompt, rollouts_to_columns
 from streamrl.planner.simulator.virtual_loop import run_virtual
-from streamrl.rewards.interface.config import RewardConfig
 from streamrl.stream.evaluation.metrics import EvaluationResult
 from streamrl.stream.evaluation.sample_and_score import SampledPrompt
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.progress import WorkStatus
-from tests.actors.fake_actor import FakeActor
+from tests.actors.fakes import FakeActor, make_config
 from tests.rollouts import make_rollout
 from tests.virtual_time import in_virtual_time
 
@@ -66,19 +64,14 @@ def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GeneratorConfig, "request_timeout_s", 10.0)
 
 
-def make_config(**settings: Any) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(path="model"),
-        data=DataConfig(train="rows.jsonl"),
-        pipeline=PipelineConfig(stall_s=10.0),
-        rewards=[RewardConfig("exact")],
-        **settings,
-    )
+def make_run_config(max_restarts: int = 3) -> RunConfig:
+    run = RunSettings(max_restarts=max_restarts)
+    return make_config(pipeline=PipelineConfig(stall_s=10.0), run=run)
 
 
 def test_round_robin_follows_joining_and_leaving_replicas():
     role = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], ["a", "b"])
-    evaluator = RunEvaluator(make_config(), role, role)
+    evaluator = RunEvaluator(make_run_config(), role, role)
     assert [evaluator.choose_replica(role)[1] for _ in range(3)] == ["a", "b", "a"]
     role.add_replica("generator-2", "c")
     assert [evaluator.choose_replica(role)[1] for _ in range(4)] == ["b", "c", "a", "b"]
@@ -92,7 +85,7 @@ def test_prompts_of_a_generator_that_leaves_are_sampled_by_another():
     leaving, staying = FakeActor(Replica(5.0, dies=True)), FakeActor(Replica(5.0))
     sampling = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], [leaving, staying])
     scoring = RoleActors([REWARD_CALL], ["reward-0"], [staying])
-    config = make_config(run=RunSettings(max_restarts=0))
+    config = make_run_config(max_restarts=0)
     prompts = [Prompt(f"0:{i}:0", np.array([1], np.int32)) for i in range(4)]
     status = WorkStatus("evaluating", len(prompts), "prompts")
 
@@ -115,7 +108,7 @@ def evaluate_with(replica: Replica) -> EvaluationResult:
     sampling, scoring = (RoleActors([call], [call.role], replicas) for call in calls)
     prompts = {"held_out": [Prompt("0:0:0", np.array([1], np.int32))]}
     return run_virtual(
-        RunEvaluator(make_config(), sampling, scoring).run_evaluation(prompts, version=0)
+        RunEvaluator(make_run_config(), sampling, scoring).run_evaluation(prompts, version=0)
     )
 
 

@@ -33,7 +33,7 @@ from streamrl.stream.protocols import StepResult, TrainStepResult
 from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout
 from streamrl.telemetry.spans import SpanRecorder
-from tests.actors.fake_actor import FakeActor
+from tests.actors.fakes import FakeActor
 from tests.virtual_time import in_virtual_time
 
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"

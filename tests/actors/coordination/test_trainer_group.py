@@ -14,13 +14,11 @@ from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.config import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import ScheduledRound
-from streamrl.config.run_config import ModelConfig, RunConfig
-from streamrl.data.config import DataConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
-from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightManifest, WeightsConfig
+from tests.actors.fakes import make_config
 from tests.virtual_time import in_virtual_time
 
 
@@ -55,10 +53,7 @@ def group(
     algorithm: AlgorithmConfig | None = None,
     **trainer: Any,
 ) -> TrainerGroup:
-    config = RunConfig(
-        model=ModelConfig(path="model"),
-        data=DataConfig(train="rows.jsonl"),
-        rewards=[RewardConfig("exact")],
+    config = make_config(
         trainer=TrainerConfig(zero_stage=zero_stage, world_size=len(ranks), **trainer),
         weights=WeightsConfig(probe_every=4),
         algorithm=algorithm or AlgorithmConfig(),

@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -16,13 +15,15 @@ from streamrl.actors.launch.transport_plan import (
     divide_shared_memory,
     plan_transport,
 )
-from streamrl.config.preflight import PreparedRun, list_resource_demands
+from streamrl.config.preflight import list_resource_demands
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement.resource_demand import ResourceDemand
 from streamrl.weights import WeightsConfig
+from tests.actors.fakes import make_prepared
 from tests.engines.tiny_qwen import save, tiny_model
 
+RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 WHOLE = 78_400
 """Parameters of the tiny model, its tied embedding of 64 x 64 once."""
 EMBEDDING = 64 * 64
@@ -46,19 +47,12 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_plan, "get_total_bytes", lambda: 200 * MB)
 
 
-def config_of(model_path: str, tmp_path: Path, *overrides: str) -> RunConfig:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"model: {{path: {model_path}}}\ndata: {{train: rows.jsonl}}\nrewards: [{{kind: exact}}]\n"
-    )
-    return load_config(recipe, overrides)
+def config_of(model_path: str, *overrides: str) -> RunConfig:
+    return load_config(RECIPE, [f"model.path={model_path}", *overrides])
 
 
 def demands_of(config: RunConfig) -> list[ResourceDemand]:
-    nothing: Any = None
-    return list_resource_demands(
-        config, PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False
-    )
+    return list_resource_demands(config, make_prepared(config), on_gpu=False)
 
 
 def count_published(config: RunConfig) -> dict[str, tuple[int, int]]:
@@ -98,15 +92,15 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
     ],
 )
 def test_published_models_are_counted_with_their_followers(
-    model_path: str, tmp_path: Path, overrides: list[str], published: dict[str, tuple[int, int]]
+    model_path: str, overrides: list[str], published: dict[str, tuple[int, int]]
 ):
-    assert count_published(config_of(model_path, tmp_path, *overrides)) == published
+    assert count_published(config_of(model_path, *overrides)) == published
 
 
 def test_an_untied_embedding_counts_twice(tmp_path: Path):
     untied_path = save(tiny_model(tied=False, seed=0), tmp_path / "untied")
     expected = {"policy": (4 * (WHOLE + EMBEDDING), 1)}
-    assert count_published(config_of(untied_path, tmp_path)) == expected
+    assert count_published(config_of(untied_path)) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,17 +108,17 @@ def test_an_untied_embedding_counts_twice(tmp_path: Path):
     [("shared_memory", "abc", {"policy": 40 * MB}), ("store", "", {}), ("collective", "", {})],
 )
 def test_only_shared_memory_binds_all_actors_to_a_node_and_divides_its_memory(
-    model_path: str, tmp_path: Path, transport: str, bound_to: str, max_bytes: dict[str, int]
+    model_path: str, transport: str, bound_to: str, max_bytes: dict[str, int]
 ):
-    config = config_of(model_path, tmp_path, f"weights.transport={transport}")
+    config = config_of(model_path, f"weights.transport={transport}")
     travel = plan_transport(config, demands_of(config), token="t")
     assert (travel.name, travel.node, travel.max_bytes) == (transport, bound_to, max_bytes)
 
 
 def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
-    model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_path: str, monkeypatch: pytest.MonkeyPatch
 ):
-    config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
+    config = config_of(model_path, "weights.transport=shared_memory")
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [99.0 * MB])
     with pytest.raises(ConfigError, match=r"/dev/shm has 1\.0 MB for it"):
         plan_transport(config, demands_of(config), token="t")

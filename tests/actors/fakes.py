@@ -1,0 +1,37 @@
+"""Fakes of actors: handles, and the config of a run that none of its files need to exist for."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from streamrl.config.preflight import PreparedRun
+from streamrl.config.run_config import ModelConfig, RunConfig
+from streamrl.data.config import DataConfig
+from streamrl.rewards.interface.config import RewardConfig
+
+
+class FakeActor:
+    """Handle whose `method.remote(...)` runs the method of an object as a task."""
+
+    def __init__(self, target: object) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.target, name)
+        return SimpleNamespace(remote=lambda *values: asyncio.ensure_future(method(*values)))
+
+
+def make_config(**settings: Any) -> RunConfig:
+    """Make the config of a run whose model and data need not exist."""
+    return RunConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(train="rows.jsonl"),
+        rewards=[RewardConfig("exact")],
+        **settings,
+    )
+
+
+def make_prepared(config: RunConfig) -> PreparedRun:
+    """Return the prepared run of a config, without prompts."""
+    nothing: Any = None
+    return PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ())
