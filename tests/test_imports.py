@@ -225,12 +225,12 @@ def test_driver_checks_a_model_without_its_model_class(tmp_path: Path):
         from streamrl.data.chat_template import load_tokenizer
         from streamrl.engines.trainer_config import TrainerConfig
         from streamrl.engines.models.tensor_parallel_support import check_generator_split
-        from streamrl.engines.models.tensor_parallel_support import check_tensor_parallel
+        from streamrl.engines.models.tensor_parallel_support import check_trainer_split
         from streamrl.files.hf_config import read_model_length, read_vocab_size
         load_tokenizer({path!r}), read_vocab_size({path!r}), read_model_length({path!r}, limit=None)
         check_generator_split({path!r}, 1)
         split = TrainerConfig(backend="torch", world_size=2, tensor_parallel=2)
-        check_tensor_parallel({path!r}, split, section="trainer")
+        check_trainer_split({path!r}, split, section="trainer")
     """
     classes = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
     assert find_loaded_modules(program, "torch", "torch._dynamo", *classes) == ["torch"]

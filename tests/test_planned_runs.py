@@ -22,7 +22,7 @@ from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.engines.models.tensor_parallel_support import (
     check_generator_split,
-    check_tensor_parallel,
+    check_trainer_split,
 )
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
@@ -248,7 +248,7 @@ def refusal(
     try:
         run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
         check_generator_split(run.model.path, run.generator.tensor_parallel)
-        check_tensor_parallel(run.model.path, run.trainer, section="trainer")
+        check_trainer_split(run.model.path, run.trainer, section="trainer")
         choose_mode(list_placement_options(run, prepared, not cluster.is_cpu), capacity)
     except ConfigError as error:
         return str(error)

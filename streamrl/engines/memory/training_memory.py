@@ -8,11 +8,6 @@ Does not import torch, which the planner does without.
 
 from dataclasses import dataclass, replace
 
-from streamrl.engines.activation_sizes import (
-    CHUNK_TOKENS,
-    LAYER_VALUES_PER_TOKEN,
-    count_layer_values,
-)
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
@@ -22,6 +17,15 @@ from streamrl.engines.trainer_config import (
     TrainerConfig,
 )
 
+CHUNK_TOKENS = 1024
+"""Tokens for which logits over the vocabulary exist at the same time."""
+LAYER_VALUES_PER_TOKEN = 17
+"""Activations per layer and token, in units of the hidden size: arXiv 2205.05198 without the
+attention scores. A layer whose MLP computes in chunks has no more."""
+GATED_LAYER_VALUES = (11, 4)
+"""The same of a layer with RMSNorm and a gated MLP, in units of the hidden size and of the MLP's
+intermediate size: float32 copies in the norms; gate, its activation, up and their product. On a GPU
+1.5 B parameters take 10.6 hidden sizes besides the latter."""
 FLOAT32_BYTES = 4
 REDUCE_ELEMENTS = 500_000_000
 """Elements that DeepSpeed's BF16_Optimizer reduces at a time; a constant of DeepSpeed."""
@@ -142,7 +146,11 @@ def _estimate_state_bytes(trainer: TrainerConfig, trained: int, itemsize: int) -
 
 def _count_token_values(sizes: TrainingSizes, trainer: TrainerConfig, *, on_gpu: bool) -> int:
     """Return the activations of all layers that the backward pass needs, elements per token."""
-    layer = count_layer_values(sizes.hidden, sizes.mlp_width)
+    per_hidden, per_column = GATED_LAYER_VALUES
+    layer = max(
+        LAYER_VALUES_PER_TOKEN * sizes.hidden,
+        per_hidden * sizes.hidden + per_column * sizes.mlp_width,
+    )
     if not trainer.gradient_checkpointing:
         return sizes.layers * layer
     if sizes.has_chunked_mlps:

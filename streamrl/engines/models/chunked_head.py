@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from streamrl.algorithms.math.losses import entropy_from_logits
-from streamrl.engines.activation_sizes import CHUNK_TOKENS
+from streamrl.engines.memory.training_memory import CHUNK_TOKENS
 from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
 from streamrl.engines.models.tensor_parallel import (
     VOCABULARY_ROWS,

@@ -9,7 +9,12 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json
-from streamrl.files.typed_settings import describe_read_error, suggest_nearest
+from streamrl.files.typed_settings import (
+    Conflict,
+    check_conflicts,
+    describe_read_error,
+    suggest_nearest,
+)
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 
 BF16_BYTES = 2
@@ -60,27 +65,20 @@ class ModelShape:
     architectures: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "head_dim"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"model {self.name}: {key}={vars(self)[key]}: must be at least 1")
+        sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "head_dim")
         experts, active = self.experts, self.experts_per_token
-        for is_bad, rule in (
-            (self.layers > MAX_LAYERS, f"layers={self.layers}: must be at most {MAX_LAYERS}"),
-            (
-                self.heads % self.kv_heads,
-                f"heads={self.heads}: must be a multiple of the {self.kv_heads} kv_heads",
-            ),
-            (
-                experts and self.dense_layers > self.layers,
-                f"dense_layers={self.dense_layers}: must be at most the {self.layers} layers",
-            ),
-            (
-                experts and not 1 <= active <= experts,
-                f"experts_per_token={active}: must be from 1 to the {experts} experts",
-            ),
-        ):
-            if is_bad:
-                raise ConfigError(f"model {self.name}: {rule}")
+        kv_heads, layers = max(1, self.kv_heads), self.layers
+        conflicts: list[Conflict] = [
+            *((vars(self)[key] < 1, key, "must be at least 1") for key in sizes),
+            (layers > MAX_LAYERS, "layers", f"must be at most {MAX_LAYERS}"),
+            (self.heads % kv_heads, "heads", f"must be a multiple of the {kv_heads} kv_heads"),
+        ]
+        if experts:
+            is_bad, rule = self.dense_layers > layers, f"must be at most the {layers} layers"
+            conflicts.append((is_bad, "dense_layers", rule))
+            rule = f"must be from 1 to the {experts} experts"
+            conflicts.append((not 1 <= active <= experts, "experts_per_token", rule))
+        check_conflicts(self, conflicts, f"model {self.name}: ")
 
     @property
     def moe_layers(self) -> int:

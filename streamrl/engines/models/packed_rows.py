@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from streamrl.errors import ConfigError, StreamError
+from streamrl.errors import StreamError
 
 
 class SequenceGroup:
@@ -44,7 +44,7 @@ class SequenceGroup:
     def split_heads(self, states: Tensor) -> Tensor:
         """Turn [1, heads, N / size, width] into [1, heads / size, N, width]. Collective.
 
-        `check_head_split` has refused sizes that do not divide the heads.
+        `check_trainer_split` has refused sizes that do not divide the heads.
         """
         _, heads, tokens, width = states.shape
         parts = states.view(self.size, heads // self.size, tokens, width)
@@ -254,16 +254,8 @@ def enable_packing(model: PreTrainedModel) -> None:
 
 
 def share_tokens(model: PreTrainedModel, group: SequenceGroup) -> None:
-    """Make the ranks of a group share the tokens of each forward pass of the model.
-
-    Raises ConfigError if the model's rows cannot be packed.
-    """
-    if model.config._attn_implementation != PACKED_ATTENTION:
-        attention = model.config._attn_implementation
-        reason = explain_padding(type(model), model.config, attention)
-        raise ConfigError(
-            f"trainer.sequence_parallel={group.size}: needs packed rows, but {reason}"
-        )
+    """Make the ranks of a group share the tokens of each forward pass of the model."""
+    assert model.config._attn_implementation == PACKED_ATTENTION, "check_trained_model refuses it"
     vars(model)[SEQUENCE_GROUP] = group
 
 

@@ -24,7 +24,7 @@ from streamrl.engines.models.forward import (
 from streamrl.engines.models.lora import find_lora_layers
 from streamrl.engines.models.packed_rows import explain_padding
 from streamrl.engines.models.tensor_parallel import WHOLE_LOGITS
-from streamrl.engines.models.tensor_parallel_support import check_head_split, check_tensor_parallel
+from streamrl.engines.models.tensor_parallel_support import check_trainer_split
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
@@ -66,7 +66,7 @@ def check_trained_model(
     `check_model_support`.
     """
     check_model_support(path, key=key, is_served=is_served)
-    check_tensor_parallel(path, trainer, section=section)
+    check_trainer_split(path, trainer, section=section)
     with silence_transformers():
         skeleton = load_skeleton(path)
     if trainer.lora_rank:
@@ -74,13 +74,11 @@ def check_trained_model(
     config = read_model_config(path)
     chosen = choose_attention(config, trainer.attention) or skeleton.config._attn_implementation
     padding, notes = explain_padding(type(skeleton), config, chosen), []
-    if trainer.sequence_parallel > 1:
-        check_head_split(path, trainer, section=section)
-        if padding:
-            raise ConfigError(
-                f"{section}.sequence_parallel={trainer.sequence_parallel}: needs packed rows, but"
-                f" {path} is padded: {padding}"
-            )
+    if padding and trainer.sequence_parallel > 1:
+        raise ConfigError(
+            f"{section}.sequence_parallel={trainer.sequence_parallel}: needs packed rows, but"
+            f" {path} is padded: {padding}"
+        )
     if padding:
         notes.append(f"micro-batches are padded, not packed: {padding}")
     if whole_logits := vars(skeleton)[WHOLE_LOGITS]:

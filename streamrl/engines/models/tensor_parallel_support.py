@@ -60,21 +60,23 @@ def check_generator_split(model_path: str, ranks: int) -> None:
         raise ConfigError(f"generator.tensor_parallel={ranks}: {reason}")
 
 
-def check_tensor_parallel(model_path: str, trainer: TrainerConfig, *, section: str) -> None:
-    """Raise ConfigError if training cannot split the model over its tensor-parallel ranks.
+def check_trainer_split(model_path: str, trainer: TrainerConfig, *, section: str) -> None:
+    """Raise ConfigError if tensor- and sequence-parallel ranks cannot share the model.
 
     `section` is the config section of the trainer, which error messages name.
     """
-    ranks = trainer.tensor_parallel
-    if ranks == 1:
-        return
-    config = read_model_config(model_path)
-    sizes = _read_sizes(config, (*DIVIDED_KEYS, *EXPERT_COUNT_KEYS))
-    reason = explain_untrainable_split(config, sizes, ranks)
-    if not reason and trainer.zero_stage == PARAMETER_SHARDING_STAGE:
-        reason = explain_uneven_experts(sizes, ranks, trainer.fsdp_size)
-    if reason:
-        raise ConfigError(f"{section}.tensor_parallel={ranks}: {reason}")
+    config, ranks = read_model_config(model_path), trainer.tensor_parallel
+    sizes = _read_sizes(config.get_text_config(), (*DIVIDED_KEYS, *EXPERT_COUNT_KEYS))
+    if ranks > 1:
+        reason = explain_untrainable_split(config, sizes, ranks)
+        if not reason and trainer.zero_stage == PARAMETER_SHARDING_STAGE:
+            reason = explain_uneven_experts(sizes, ranks, trainer.fsdp_size)
+        if reason:
+            raise ConfigError(f"{section}.tensor_parallel={ranks}: {reason}")
+    size = trainer.sequence_parallel
+    if reason := explain_unshared_heads(sizes, size, ranks):
+        times = f" times tensor_parallel={ranks}" * (ranks > 1)
+        raise ConfigError(f"{section}.sequence_parallel={size}:{times} {reason}")
 
 
 def explain_uneven_experts(sizes: SplitSizes, tensor_parallel: int, fsdp_size: int) -> str:
@@ -87,16 +89,6 @@ def explain_uneven_experts(sizes: SplitSizes, tensor_parallel: int, fsdp_size: i
         f"leaves {experts} experts to a rank, which zero_stage=3 shards over {fsdp_size} ranks: use"
         " sizes that divide"
     )
-
-
-def check_head_split(model_path: str, trainer: TrainerConfig, *, section: str) -> None:
-    """Raise ConfigError if tensor- and sequence-parallel ranks cannot share the attention heads."""
-    config = read_model_config(model_path).get_text_config()
-    sizes = _read_sizes(config, (HEADS_KEY, KV_HEADS_KEY))
-    size, tensor_parallel = trainer.sequence_parallel, trainer.tensor_parallel
-    if reason := explain_unshared_heads(sizes, size, tensor_parallel):
-        times = f" times tensor_parallel={tensor_parallel}" * (tensor_parallel > 1)
-        raise ConfigError(f"{section}.sequence_parallel={size}:{times} {reason}")
 
 
 def explain_unshared_heads(sizes: SplitSizes, sequence_parallel: int, tensor_parallel: int) -> str:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from streamrl.dataflow import CallKind
-from streamrl.engines.activation_sizes import CHUNK_TOKENS
 from streamrl.engines.memory.training_memory import (
+    CHUNK_TOKENS,
     FLOAT32_BYTES,
     TrainingSizes,
     estimate_training_memory,

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,17 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from streamrl.engines.models import forward
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, load_model
-from streamrl.engines.training.collate import build_batch
 from streamrl.errors import ConfigError
-from streamrl.messages import columns_to_rollouts
 from tests.engines.test_architectures import COMMON
-from tests.engines.tiny_groups import make_groups
-from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
-
-TEMPERATURE = 0.7
-UID = "0:0:0"
-COLUMNS = make_groups(num_groups=1)[UID]
-PICKS = [(UID, index) for index in range(4)]
+from tests.engines.tiny_qwen import save, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -33,30 +24,12 @@ def model():
     return tiny_model(tied=True, seed=0)
 
 
-def make_batch(picks=PICKS):
-    return build_batch({UID: COLUMNS}, picks, derived={UID: {}})
-
-
-def compute_scores(model, batch, **options):
-    options = {"temperature": TEMPERATURE} | options
-    return compute_token_logprobs(model, batch["token_ids"], batch["attention_mask"], **options)
-
-
-def test_batched_logprobs_equal_those_of_single_rollouts(model):
-    batch = make_batch()
-    logprobs = compute_scores(model, batch).logprobs.detach()
-    for row, rollout in enumerate(columns_to_rollouts(COLUMNS)):
-        expected = forward_logprobs(model, rollout, temperature=TEMPERATURE)
-        actual = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
-        assert np.abs(actual - expected).max() < 2e-5
-
-
 def test_the_first_position_and_the_padding_are_zero(model):
-    batch = make_batch()
-    scores = compute_scores(model, batch, entropy_mode="value")
-    for values in scores:
-        assert (values[:, 0] == 0).all()
-        assert (values[~batch["attention_mask"]] == 0).all()
+    ids, mask = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    for values in compute_token_logprobs(model, ids, mask, temperature=0.7, entropy_mode="value"):
+        assert (values[:, 0] == 0).all() and (values[~mask] == 0).all()
+        assert (values[:, 1:] != 0)[mask[:, 1:]].all()
 
 
 NOISY = {
@@ -87,7 +60,8 @@ def test_noise_of_training_mode_is_off_and_layers_are_recomputed(family, tmp_pat
     assert len(calls) == 4
 
 
-def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path, on_meta):
     path = Path(save(model, tmp_path))
     tensors = load_file(path / "model.safetensors")
     missing = next(name for name in tensors if "mlp" in name)
@@ -95,7 +69,7 @@ def test_a_model_that_lacks_parameters_is_rejected(model, tmp_path):
         remaining = {name: tensor for name, tensor in tensors.items() if name != missing}
         save_file(remaining | change, path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=r"model\.path=.*(lacks 1 parameters|mismatch)"):
-            load_model(str(path), dtype=torch.float32)
+            load_model(str(path), dtype=torch.float32, on_meta=on_meta)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from streamrl.engines.models.tensor_parallel_support import check_head_split, check_tensor_parallel
+from streamrl.engines.models.tensor_parallel_support import check_trainer_split
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from tests import forked
@@ -189,7 +189,6 @@ def test_a_model_that_ranks_cannot_split_is_rejected(
 ):
     AutoConfig.for_model(**settings).save_pretrained(tmp_path)
     config = TrainerConfig(backend="torch", world_size=4, **trainer)
-    check = check_head_split if config.sequence_parallel > 1 else check_tensor_parallel
     with pytest.raises(ConfigError) as refusal:
-        check(str(tmp_path), config, section="trainer")
+        check_trainer_split(str(tmp_path), config, section="trainer")
     assert str(refusal.value) == f"trainer.{message}"

@@ -235,16 +235,18 @@ def test_a_trainer_that_does_not_fit_the_model_is_rejected(
         list_notes(write(tmp_path, family), **settings)
 
 
-@pytest.mark.parametrize("name", ["adapter_model", "consolidated", "model-00001-of-00001"])
-def test_without_an_index_only_one_weight_file_is_accepted(tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("consolidated.safetensors", "consolidated.safetensors. Move it elsewhere"),
+        ("model-00001-of-00001.safetensors", "00001.safetensors. Move it elsewhere"),
+        ("adapter_config.json", r"adapter_config\.json: .* move it elsewhere"),
+    ],
+)
+def test_a_file_of_other_weights_beside_the_only_one_is_rejected(
+    tmp_path: Path, name: str, words: str
+):
     path = write(tmp_path, "qwen2")
-    save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(ConfigError, match=f"{name}.safetensors. Move it elsewhere"):
-        check_model_support(path)
-
-
-def test_an_adapter_beside_the_weights_is_rejected(tmp_path: Path):
-    path = write(tmp_path, "llama")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"adapter_config\.json: .* move it elsewhere"):
+    save_file({"x": torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(ConfigError, match=words):
         check_model_support(path)

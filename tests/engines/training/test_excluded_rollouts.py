@@ -12,7 +12,7 @@ from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.messages import TRUNCATIONS, FinishReason
+from streamrl.messages import TRUNCATIONS, Columns, FinishReason
 from streamrl.stream.step_metrics import compute_score_metrics
 from tests.engines.split_episodes import make_episode, make_groups
 from tests.engines.training.test_samples import every_config, make_settings, train
@@ -75,45 +75,17 @@ def test_an_excluded_rollout_changes_nothing_and_could_be_absent(config, seed):
         assert numbers == pytest.approx(expected_numbers, rel=1e-5, abs=1e-5)
 
 
-def make_group(scores, reason):
-    """Return a group of rollouts of two tokens, of which the second ended for this reason."""
-    size = len(scores)
-    reasons = [FinishReason.STOP.value] * size
-    reasons[1] = reason.value
-    return {
-        "scores": np.array(scores, np.float32),
-        "finish_reason": np.array(reasons, np.int8),
-        "lengths": np.full(size, 2, np.int32),
-        "loss_mask": np.ones(2 * size, np.bool_),
-    }
-
-
-def derive(config, group):
-    return derive_columns(config.spec, make_settings(config, {"a": group}), {"a": group})["a"]
-
-
-@pytest.mark.parametrize(
-    ("name", "scores", "advantages"),
-    [
-        ("dr_grpo", [1, 1, 0, 0], [2 / 3, 0, -1 / 3, -1 / 3]),
-        ("rloo", [1, 1, 0, 0], [1, 0, -1 / 2, -1 / 2]),
-        ("grpo", [1, 0, 1, 1], [0, 0, 0, 0]),
-        ("opo", [1, 9, 0, 0], [2 / 3, 0, -1 / 3, -1 / 3]),
-        ("maxrl", [1, 9, 0, 0], [2, 0, -1, -1]),
-        ("pass_at_k", [1, 9], [0, 0]),
-    ],
-)
-def test_advantages_of_a_group_whose_second_rollout_is_excluded(name, scores, advantages):
-    derived = derive(AlgorithmConfig(name=name), make_group(scores, FinishReason.TIMEOUT))
-    assert derived["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
-    assert derived["loss_mask"].tolist() == [i not in (2, 3) for i in range(2 * len(scores))]
-
-
 @pytest.mark.parametrize("reason", TRUNCATIONS)
 def test_a_masked_truncated_rollout_counts_in_the_statistics(reason):
     config = AlgorithmConfig(name="dr_grpo", mask_truncated=True)
-    group = make_group([1, 1, 0, 0], reason)
-    derived = derive(config, group)
+    reasons = [FinishReason.STOP.value, reason.value, *[FinishReason.STOP.value] * 2]
+    group: Columns = {
+        "scores": np.array([1, 1, 0, 0], np.float32),
+        "finish_reason": np.array(reasons, np.int8),
+        "lengths": np.full(4, 2, np.int32),
+        "loss_mask": np.ones(8, np.bool_),
+    }
+    derived = derive_columns(config.spec, make_settings(config, {"a": group}), {"a": group})["a"]
     assert derived["advantages"].tolist() == [0.5, 0.5, -0.5, -0.5]
     assert derived["loss_mask"].tolist() == [True, True, False, False, True, True, True, True]
     sums = sum_rollouts({"a": group}, [("a", i) for i in range(4)], {"a": derived})

@@ -37,14 +37,6 @@ def test_ref_logprobs_equal_a_forward_pass_at_the_sampling_temperature(model_pat
     assert np.abs(columns["ref_logprobs"] - np.concatenate(expected)).max() < 2e-5
 
 
-def test_the_micro_batch_size_does_not_change_the_scores(model_path):
-    one_by_one = column(model_path, micro_batch_tokens=int(COLUMNS["lengths"].max()))
-    together = column(model_path, micro_batch_tokens=1000)
-    np.testing.assert_allclose(
-        one_by_one["ref_logprobs"], together["ref_logprobs"], atol=1e-5, rtol=0
-    )
-
-
 def test_mlps_compute_in_chunks_of_tokens_with_the_same_scores(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ):

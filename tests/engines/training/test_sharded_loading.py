@@ -15,7 +15,6 @@ from streamrl.engines.checkpoint import sharded_state
 from streamrl.engines.models.forward import load_model
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.training.model_trainer import write_hf_model
-from streamrl.errors import ConfigError
 from streamrl.files.hf_config import WEIGHTS_FILE, WEIGHTS_INDEX, list_weight_files
 from tests import forked
 from tests.engines.loading_ranks import LAYOUTS, LOADERS, WORLD, load_rank
@@ -80,15 +79,6 @@ def test_ranks_load_all_architectures(
     check_equal([str(tmp_path / name) for name in architectures], layout)
 
 
-def test_a_missing_parameter_is_an_error_on_the_meta_device_too(tmp_path: Path):
-    save(tiny_model(tied=True, seed=1), tmp_path)
-    tensors = load_file(tmp_path / WEIGHTS_FILE)
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / WEIGHTS_FILE, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks 1 parameters, such as model\.norm\.weight"):
-        load_model(str(tmp_path), dtype=torch.float32, on_meta=True)
-
-
 def test_a_checkpoint_larger_than_a_file_has_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -137,15 +127,6 @@ def test_no_rank_ever_holds_the_whole_model(fake_ranks: dict[str, dict[str, Any]
     assert rank["share"] <= rank["loading"] <= rank["share"] + rank["largest"]
     # Columns of a matrix arrive as chunks, which are then concatenated.
     assert rank["share"] <= rank["publishing"] <= rank["share"] + 2.5 * rank["largest"]
-
-
-def test_stored_tensors_read_a_box_of_a_file(tmp_path: Path):
-    save(tiny_model(tied=True, seed=1), tmp_path)
-    module = load_model(str(tmp_path), dtype=torch.float32, on_meta=True)
-    assert module.get_parameter("model.norm.weight").is_meta
-    assert not module.get_buffer("model.rotary_emb.inv_freq").is_meta
-    tensors = list(StoredWeights(module, str(tmp_path)).iter_tensors())
-    assert len(tensors) == len(list(module.parameters()))
 
 
 def test_one_converted_tensor_is_in_memory_at_a_time_although_all_are_listed(tmp_path: Path):
