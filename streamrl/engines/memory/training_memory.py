@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
+    CHUNK_TOKENS,
     LIVE_ELEMENTS,
     OFFLOAD,
     PARAMETER_SHARDING_STAGE,
     TrainerConfig,
 )
 
-CHUNK_TOKENS = 1024
-"""Tokens for which logits over the vocabulary exist at the same time."""
 LAYER_VALUES_PER_TOKEN = 17
 """Activations per layer and token, in units of the hidden size: arXiv 2205.05198 without the
 attention scores. A layer whose MLP computes in chunks has no more."""

@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from streamrl.algorithms.math.losses import entropy_from_logits
-from streamrl.engines.memory.training_memory import CHUNK_TOKENS
 from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
 from streamrl.engines.models.tensor_parallel import (
     VOCABULARY_ROWS,
@@ -32,6 +31,7 @@ from streamrl.engines.models.tensor_parallel import (
     VocabularyRows,
     find_head_name,
 )
+from streamrl.engines.trainer_config import CHUNK_TOKENS
 
 EntropyMode = Literal["none", "value", "gradient"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]

@@ -13,13 +13,12 @@ from itertools import pairwise
 
 from streamrl.dataflow import CallKind
 from streamrl.engines.memory.training_memory import (
-    CHUNK_TOKENS,
     FLOAT32_BYTES,
     TrainingSizes,
     estimate_training_memory,
 )
 from streamrl.engines.models.model_shapes import BF16_BYTES
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import CHUNK_TOKENS, TrainerConfig
 from streamrl.placement.clusters import GB, Cluster, DeviceSpec
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
