@@ -17,6 +17,7 @@ from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.messages import FinishReason, Prompt, Rollout
 
 END = ord(";")
+DONE = EnvironmentStep(reward=1.0, done=True)
 PROMPT = Prompt(
     "0:0:0", np.array([ord("?")], np.int32), messages=[{"role": "user", "content": "?"}]
 )
@@ -141,6 +142,10 @@ class ScriptedHosts:
 
     async def close(self):
         pass
+
+
+def to_text(tokens):
+    return "".join(map(chr, tokens))
 
 
 @asynccontextmanager

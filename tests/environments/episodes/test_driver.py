@@ -14,7 +14,7 @@ from streamrl.environments.episodes.driver import (
     make_environment_seed,
     open_conversation,
 )
-from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
+from streamrl.environments.interface import CallOutcome, ResetResult
 from streamrl.errors import EpisodeError, EpisodeOutageError, GenerationError
 from streamrl.messages import (
     EPISODE_COLUMNS,
@@ -31,6 +31,7 @@ from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.rewards.metric_means import sums_to_means
 from streamrl.user_code import service_gate
 from tests.environments.episodes.scripted import (
+    DONE,
     PROMPT,
     CodePointRenderer,
     ScriptedHosts,
@@ -40,19 +41,13 @@ from tests.environments.episodes.scripted import (
     no_lease,
     run_group,
     say,
+    to_text,
 )
 from tests.virtual_time import in_virtual_time
 
 
-def to_text(tokens):
-    return "".join(map(chr, tokens))
-
-
 def list_reasons(columns):
     return [FinishReason(code) for code in columns["finish_reason"].tolist()]
-
-
-DONE = EnvironmentStep(reward=1.0, done=True)
 
 
 @in_virtual_time

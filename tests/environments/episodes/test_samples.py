@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.environments.interface import EnvironmentStep
 from streamrl.messages import (
     EPISODE_COLUMN,
     EPISODE_COLUMNS,
@@ -19,20 +18,16 @@ from streamrl.messages import (
 )
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.environments.episodes.scripted import (
+    DONE,
     ScriptedHosts,
     ScriptedSampler,
     ScriptedSession,
     make_driver,
     run_group,
     say,
+    to_text,
 )
 from tests.virtual_time import in_virtual_time
-
-DONE = EnvironmentStep(reward=1.0, done=True)
-
-
-def to_text(tokens):
-    return "".join(map(chr, tokens))
 
 
 @in_virtual_time
