@@ -124,8 +124,9 @@ class OpenEnvEnvironment:
                 f"{describe_prompt(row)}: extra_info.{ROW_KEY}={own!r:.100}: must map options to"
                 " values; a row may have reset, seed"
             )
-        seed = own.get("seed", seed if self._seed is None else self._seed)
-        data = {"seed": seed, **self._reset_data, **own.get("reset", {})}
+        seeds = (own.get("seed"), self._seed, seed)
+        seed = next(given for given in seeds if given is not None)
+        data = {"seed": seed, **self._reset_data, **(own.get("reset") or {})}
         result = self._read_result(await self._open({"type": "reset", "data": data}))
         texts = [self._instructions, self._format_observation(result["observation"])]
         return "\n\n".join(filter(None, texts)) or None

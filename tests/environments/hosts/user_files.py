@@ -56,8 +56,6 @@ class Commands:
             await asyncio.sleep(float(reply.text.split()[1]))
         elif reply.text.startswith("block "):
             time.sleep(float(reply.text.split()[1]))
-        elif reply.text == "now":
-            return Turn()
         return Turn(str(await asyncio.to_thread(run, reply.text)))
 
     def score(self, episode):
