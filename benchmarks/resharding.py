@@ -40,6 +40,7 @@ from benchmarks.table_2 import (
     PlanReport,
     compute_table_2,
     count_link_bytes,
+    partition_zero3,
     peak_fraction,
     received_fraction,
     redundant_fraction,
@@ -57,7 +58,7 @@ from streamrl.resharding.grouping import (
     assign_max_overlap,
     assign_zero_redundancy,
 )
-from streamrl.resharding.layouts import ModelLayout, create_layout, partition_zero3
+from streamrl.resharding.layouts import ModelLayout, create_layout
 from streamrl.resharding.plans import (
     CopyPlan,
     GatherPlan,

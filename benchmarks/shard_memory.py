@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from streamrl.resharding.boxes import TensorBox, is_nested
+from benchmarks.table_2 import is_nested
+from streamrl.resharding.boxes import TensorBox
 from streamrl.resharding.layouts import ModelLayout
 from streamrl.resharding.storage import ShardStorage, create_from_buffers
 

@@ -1,17 +1,54 @@
 """Table 2 of HybridFlow (arXiv:2409.19256), and the same fractions of a resharding plan."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 
-from streamrl.resharding.boxes import count_elements, is_nested, subtract_boxes
-from streamrl.resharding.plans import (
-    CopyPlan,
-    GatherPlan,
-    NodeTopology,
-    RankBytes,
-    count_transfers,
-)
+from streamrl.resharding.boxes import TensorBox, count_elements, subtract_boxes
+from streamrl.resharding.layouts import ModelLayout, partition_shards
+from streamrl.resharding.plans import CopyPlan, GatherPlan, NodeTopology
+
+#: Kinds of links between two ranks: the same rank's memory, within a node, or the network.
+LINK_KINDS = ("local", "node", "network")
+
+
+def is_nested(inner: Iterable[TensorBox], outer: Collection[TensorBox]) -> bool:
+    """Return True if each inner box lies within a single outer box."""
+    return all(any(box.intersect(other) == box for other in outer) for box in inner)
+
+
+def partition_zero3(layout: ModelLayout, groups: Sequence[Sequence[int]]) -> ModelLayout:
+    """Return the layout in which each rank of a group keeps a flat range of every shard (ZeRO-3).
+
+    The ranks of a group must hold the same shards in `layout`.
+    """
+    return partition_shards(
+        layout, groups, lambda shard, index, count: shard.chunk_flat(index, count)
+    )
+
+
+@dataclass
+class RankBytes:
+    """Bytes that a resharding plan moves to and from a rank, and that the rank holds.
+
+    received_by_link, sent_by_link: by kind of link; `local` counts data that stays in place, in
+    both. memory_bytes: both layouts, sharing memory for tensors that are nested; an executor's
+    buffers are extra.
+    """
+
+    received_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
+    sent_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
+    memory_bytes: int = 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received from other ranks."""
+        return self.received_by_link["node"] + self.received_by_link["network"]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent to other ranks, counted per receiver."""
+        return self.sent_by_link["node"] + self.sent_by_link["network"]
 
 
 @dataclass(frozen=True)
@@ -72,20 +109,34 @@ def report_plan(
     ranks = sorted({*plan.source.ranks, *plan.target.ranks})
     held = {rank: _count_held(plan, rank, keeps_copy=keeps_copy) for rank in ranks}
     peaks = {rank: peak for rank, (_, peak, _) in held.items()}
-    if isinstance(plan, CopyPlan):
-        rank_bytes = plan.report_bytes()
-    else:
-        rank_bytes = {rank: RankBytes() for rank in ranks}
+    rank_bytes = {rank: RankBytes(memory_bytes=memory) for rank, (memory, _, _) in held.items()}
+    for source, receiver, num_bytes in _list_transfers(plan):
+        is_near = cluster.get_node(source) == cluster.get_node(receiver)
+        link = "local" if source == receiver else "node" if is_near else "network"
+        rank_bytes[source].sent_by_link[link] += num_bytes
+        rank_bytes[receiver].received_by_link[link] += num_bytes
+    if isinstance(plan, GatherPlan):
         sent = plan.count_sent_bytes()
         for group in plan.groups:
-            amounts = {rank: sent[rank] for rank in group}
-            count_transfers(rank_bytes, cluster, amounts, set(group))
             # The gathered data includes all that a rank needs.
-            peaks |= dict.fromkeys(group, sum(amounts.values()))
-    for rank, (memory, _, _) in held.items():
-        rank_bytes[rank].memory_bytes = memory
+            peaks |= dict.fromkeys(group, sum(sent[rank] for rank in group))
     redundant = {rank: num_bytes for rank, (_, _, num_bytes) in held.items()}
     return PlanReport(plan.target.model.num_bytes, rank_bytes, peaks, redundant)
+
+
+def _list_transfers(plan: CopyPlan | GatherPlan) -> Iterator[tuple[int, int, int]]:
+    """Yield (source, receiver, bytes) of each transfer, and of data that stays on its rank."""
+    if isinstance(plan, CopyPlan):
+        sizes = {spec.name: spec.itemsize for spec in plan.target.model.tensors}
+        for copy in plan.copies:
+            tensor, box = copy.named_box
+            yield copy.source, copy.destination, box.numel * sizes[tensor]
+        return
+    sent = plan.count_sent_bytes()
+    for group in plan.groups:
+        for source in group:
+            for receiver in group:
+                yield source, receiver, sent[source]
 
 
 def _count_held(

@@ -1,7 +1,7 @@
 """Boxes: axis-aligned, half-open regions of a tensor, with their set operations."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add
@@ -103,11 +103,6 @@ def subtract_boxes(boxes: Iterable[TensorBox], removed: Iterable[TensorBox]) -> 
     for removed_box in removed:
         remainder = [piece for box in remainder for piece in box.subtract_box(removed_box)]
     return remainder
-
-
-def is_nested(inner: Iterable[TensorBox], outer: Collection[TensorBox]) -> bool:
-    """Return True if each inner box lies within a single outer box."""
-    return all(any(box.intersect(other) == box for other in outer) for box in inner)
 
 
 def count_elements(boxes: Iterable[TensorBox]) -> int:

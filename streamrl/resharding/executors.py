@@ -487,9 +487,9 @@ def is_gather_least_bytes(copies: CopyPlan, gather: GatherPlan) -> bool:
 
     `copies` must be the plan that moves the fewest bytes.
     """
-    needed, sent = copies.report_bytes(), gather.count_sent_bytes()
+    needed, sent = copies.count_received_bytes(), gather.count_sent_bytes()
     return all(
-        needed[rank].received_bytes == sum(sent[peer] for peer in group) - sent[rank]
+        needed[rank] == sum(sent[peer] for peer in group) - sent[rank]
         for group in gather.groups
         for rank in group
     )

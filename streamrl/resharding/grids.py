@@ -27,22 +27,20 @@ class RankCoordinates:
 class RankAssignment:
     """Coordinates of every rank in a grid of P stages, T tensor ranks and D data-parallel replicas.
 
-    Rank first_rank + i is at coordinates[i]; every position of the grid occurs exactly once.
+    Rank i is at coordinates[i]; every position of the grid occurs exactly once.
     """
 
     pp_size: int
     tp_size: int
     dp_size: int
     coordinates: tuple[RankCoordinates, ...]
-    first_rank: int = 0
 
     @property
     def ranks(self) -> range:
-        """Ranks in the order of `coordinates`."""
-        return range(self.first_rank, self.first_rank + len(self.coordinates))
+        return range(len(self.coordinates))
 
     def get_coordinates(self, rank: int) -> RankCoordinates:
-        return self.coordinates[rank - self.first_rank]
+        return self.coordinates[rank]
 
     def list_tp_groups(self) -> list[list[int]]:
         """Return the ranks of each tensor-parallel group, in the order of their tensor ranks."""
@@ -94,11 +92,6 @@ class RankGrid:
     @property
     def num_ranks(self) -> int:
         return self.pp_size * self.tp_size * self.dp_size
-
-    @property
-    def ranks_per_replica(self) -> int:
-        """Number of ranks that together hold a replica of the model."""
-        return self.pp_size * self.tp_size
 
     def get_coordinates(self, rank: int) -> RankCoordinates:
         if not 0 <= rank < self.num_ranks:

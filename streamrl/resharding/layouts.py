@@ -193,33 +193,21 @@ def create_whole_shard(tensor: str, shape: tuple[int, ...]) -> TensorShard:
     return TensorShard(tensor, shape, ((TensorBox.from_shape(shape), (0,) * len(shape)),))
 
 
-def partition_zero3(layout: ModelLayout, groups: Sequence[Sequence[int]]) -> ModelLayout:
-    """Return the layout in which each rank of a group keeps a flat range of every shard (ZeRO-3).
-
-    The ranks of a group must hold the same shards in `layout`.
-    """
-    return _partition_shards(
-        layout, groups, lambda shard, index, count: shard.chunk_flat(index, count)
-    )
-
-
-def partition_fsdp2(
-    layout: ModelLayout, groups: Sequence[Sequence[int]], *, dim: int = 0
-) -> ModelLayout:
+def partition_fsdp2(layout: ModelLayout, groups: Sequence[Sequence[int]]) -> ModelLayout:
     """Return the layout in which each rank of a group keeps a chunk of every shard (FSDP2).
 
-    Chunks are along `dim`. The ranks of a group must hold the same shards in `layout`. Over tensor
-    parallelism this matches DTensor's Shard(dim), or its strided shard if tensor parallelism splits
-    the same dimension. Scalars stay whole.
+    The ranks of a group must hold the same shards in `layout`. Over tensor parallelism this matches
+    DTensor's Shard(0), or its strided shard if tensor parallelism splits the same dimension.
+    Scalars stay whole.
     """
 
     def chunk(shard: TensorShard, index: int, count: int) -> TensorShard | None:
-        return shard.chunk(dim, index, count) if shard.shape else shard
+        return shard.chunk(0, index, count) if shard.shape else shard
 
-    return _partition_shards(layout, groups, chunk)
+    return partition_shards(layout, groups, chunk)
 
 
-def _partition_shards(
+def partition_shards(
     layout: ModelLayout,
     groups: Sequence[Sequence[int]],
     partition: Callable[[TensorShard, int, int], TensorShard | None],

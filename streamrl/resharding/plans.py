@@ -8,19 +8,16 @@ from the same layouts; planning is deterministic, so the plans agree.
     plan --plan_copy_rounds / plan_gather_rounds--> rounds --executor--> target storage
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
-from streamrl.resharding.boxes import TensorBox, count_elements, is_nested, subtract_boxes
+from streamrl.resharding.boxes import TensorBox, count_elements, subtract_boxes
 from streamrl.resharding.layouts import ModelLayout, TensorShard
-
-#: Kinds of links between two ranks: the same rank's memory, within a node, or the network.
-LINK_KINDS = ("local", "node", "network")
 
 
 @dataclass(frozen=True)
@@ -31,77 +28,6 @@ class NodeTopology:
 
     def get_node(self, rank: int) -> int:
         return rank // self.ranks_per_node
-
-    def get_link(self, rank: int, other_rank: int) -> str:
-        """Return the kind of link between two ranks, one of LINK_KINDS."""
-        if rank == other_rank:
-            return "local"
-        return "node" if self.get_node(rank) == self.get_node(other_rank) else "network"
-
-
-@dataclass
-class RankBytes:
-    """Bytes that a resharding plan moves to and from a rank, and that the rank holds.
-
-    received_by_link, sent_by_link: by kind of link; `local` counts data that stays in place, in
-    both. memory_bytes: both layouts, sharing memory for tensors that are nested; an executor's
-    buffers are extra.
-    """
-
-    received_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
-    sent_by_link: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINK_KINDS, 0))
-    memory_bytes: int = 0
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes received from other ranks."""
-        return self.received_by_link["node"] + self.received_by_link["network"]
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent to other ranks, counted per receiver."""
-        return self.sent_by_link["node"] + self.sent_by_link["network"]
-
-
-def count_transfers(
-    ranks: Mapping[int, RankBytes],
-    cluster: NodeTopology,
-    amounts: Mapping[int, int],
-    receivers: Collection[int],
-) -> None:
-    """Add to `ranks`, by kind of link, the bytes that every source rank sends to every receiver.
-
-    amounts: bytes that each source sends to each receiver. What a source that is a receiver too
-    keeps counts as local. Takes O(sources + receivers) steps, not their product.
-    """
-    receivers_by_node = Counter(cluster.get_node(rank) for rank in receivers)
-    bytes_by_node: Counter[int] = Counter()
-    for source, amount in amounts.items():
-        node = cluster.get_node(source)
-        bytes_by_node[node] += amount
-        num_local = int(source in receivers)
-        num_near = receivers_by_node[node]
-        _add_link_bytes(
-            ranks[source].sent_by_link,
-            amount,
-            (num_local, num_near - num_local, len(receivers) - num_near),
-        )
-    total_bytes = bytes_by_node.total()
-    for receiver in receivers:
-        num_local, node_bytes = amounts.get(receiver, 0), bytes_by_node[cluster.get_node(receiver)]
-        _add_link_bytes(
-            ranks[receiver].received_by_link,
-            1,
-            (num_local, node_bytes - num_local, total_bytes - node_bytes),
-        )
-
-
-def _add_link_bytes(
-    bytes_by_link: dict[str, int], num_bytes: int, counts_by_link: tuple[int, int, int]
-) -> None:
-    """Add `num_bytes` times a count to each kind of link; counts are in the order of LINK_KINDS."""
-    for link, count in zip(LINK_KINDS, counts_by_link, strict=True):
-        bytes_by_link[link] += num_bytes * count
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -132,19 +58,6 @@ class ShardPattern:
         """Group ranks by the target boxes that they need, leaving out ranks that need none."""
         return _group_by_value(
             {rank: self.target_boxes[rank] for rank in ranks if rank in self.target_boxes}
-        )
-
-    @property
-    def ranks_by_boxes(
-        self,
-    ) -> Mapping[tuple[tuple[TensorBox, ...], tuple[TensorBox, ...]], list[int]]:
-        """Ranks grouped by the boxes they have: (source boxes, target boxes)."""
-        ranks = sorted({*self.source_boxes, *self.target_boxes})
-        return _group_by_value(
-            {
-                rank: (self.source_boxes.get(rank, ()), self.target_boxes.get(rank, ()))
-                for rank in ranks
-            }
         )
 
     def find_fragments(self, ranks: Iterable[int] | None = None) -> "FragmentSet":
@@ -344,18 +257,19 @@ class CopyPlan:
                         if (source == rank) is stays:
                             yield BoxCopy((tensor, box), source, rank)
 
-    def report_bytes(self) -> dict[int, RankBytes]:
-        """Return the bytes that each rank sends, receives and holds if these copies are made."""
-        ranks = _count_held_bytes(self.source, self.target)
+    def count_received_bytes(self) -> dict[int, int]:
+        """Return the bytes that each rank of the target receives from other ranks."""
+        received = dict.fromkeys(self.target.ranks, 0)
         sizes = _get_itemsizes(self.target)
         for moves, tensors in _group_by_identity(self.moves):
             element_bytes = sum(sizes[tensor] for tensor in tensors)
             for sources, receivers in _group_by_identity(moves):
-                amounts: dict[int, int] = defaultdict(int)
+                amounts: Counter[int] = Counter()
                 for box, source in sources:
                     amounts[source] += box.numel * element_bytes
-                count_transfers(ranks, self.cluster, amounts, set(receivers))
-        return ranks
+                for rank in receivers:
+                    received[rank] += amounts.total() - amounts[rank]
+        return received
 
 
 @dataclass(frozen=True)
@@ -510,22 +424,7 @@ def _choose_source(
         return rank
     if len(holders) == 1:
         return holders[0]
-    return min(holders, key=lambda r: (cluster.get_link(r, rank) == "network", sent[r], r))
-
-
-def _count_held_bytes(source: ModelLayout, target: ModelLayout) -> dict[int, RankBytes]:
-    """Return the bytes that every rank holds of both layouts, before any transfer is counted."""
-    ranks = {rank: RankBytes() for rank in sorted({*source.ranks, *target.ranks})}
-    for pattern in find_patterns(source, target):
-        for (source_boxes, target_boxes), pattern_ranks in pattern.ranks_by_boxes.items():
-            sizes = (count_elements(source_boxes), count_elements(target_boxes))
-            shares_memory = is_nested(source_boxes, target_boxes) or is_nested(
-                target_boxes, source_boxes
-            )
-            num_elements = max(sizes) if shares_memory else sum(sizes)
-            for rank in pattern_ranks:
-                ranks[rank].memory_bytes += num_elements * pattern.element_bytes
-    return ranks
+    return min(holders, key=lambda r: (cluster.get_node(r) != cluster.get_node(rank), sent[r], r))
 
 
 def _get_itemsizes(layout: ModelLayout) -> dict[str, int]:

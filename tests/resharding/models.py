@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from streamrl.resharding.boxes import TensorBox, count_elements, subtract_boxes
 from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.layouts import ModelLayout
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 
 GRIDS = st.builds(
@@ -53,6 +54,11 @@ def transformer(
     if not tied:
         tensors.append(TensorSpec("head", (words, width), (head_position,), 0))
     return ModelSpec(tuple(tensors), head_position + 1)
+
+
+def shift_ranks(layout: ModelLayout, first: int) -> ModelLayout:
+    """Return the layout on ranks from `first` on."""
+    return ModelLayout(layout.model, {first + rank: s for rank, s in layout.shards.items()})
 
 
 def count_union_elements(boxes: Iterable[TensorBox]) -> int:

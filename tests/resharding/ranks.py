@@ -18,18 +18,19 @@ from benchmarks.shard_memory import (
     count_memory_bytes,
     create_from_storage,
 )
+from benchmarks.table_2 import partition_zero3
 from streamrl.errors import WeightsError
 from streamrl.resharding.executors import (
     GroupGatherExecutor,
     PointToPointExecutor,
     ReshardingExecutor,
 )
-from streamrl.resharding.grids import RankAssignment, RankGrid
-from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2, partition_zero3
+from streamrl.resharding.grids import RankGrid
+from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2
 from streamrl.resharding.plans import NodeTopology, plan_copies, plan_gather
 from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import ModelSpec
-from tests.resharding.models import transformer
+from tests.resharding.models import shift_ranks, transformer
 
 WORLD = 4
 SMALL = 128
@@ -48,8 +49,7 @@ DTYPES = {name: torch.int64 if "norm" in name else torch.float32 for name in NAM
 
 def make_layout(sizes: str, *, order: str = "hf", first: int = 0) -> ModelLayout:
     assignment = RankGrid.from_text(sizes, order).assign_ranks()
-    shape = (assignment.pp_size, assignment.tp_size, assignment.dp_size)
-    return create_layout(MODEL, RankAssignment(*shape, assignment.coordinates, first))
+    return shift_ranks(create_layout(MODEL, assignment), first)
 
 
 def make_full_tensors(version: int) -> Mapping[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.table_2 import report_plan
+from benchmarks.table_2 import partition_zero3, report_plan
 from streamrl.resharding.executors import (
     get_collective_device,
     is_gather_least_bytes,
@@ -15,7 +15,6 @@ from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import (
     create_layout,
     create_whole_shard,
-    partition_zero3,
 )
 from streamrl.resharding.plans import plan_copies, plan_gather
 from streamrl.resharding.storage import create_from_buffers

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.shard_memory import allocate_storage
+from benchmarks.table_2 import partition_zero3
 from streamrl.resharding.boxes import count_elements
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import (
@@ -13,7 +14,6 @@ from streamrl.resharding.layouts import (
     create_layout,
     create_tensor_shard,
     partition_fsdp2,
-    partition_zero3,
 )
 from streamrl.resharding.tensor_specs import FusedComponent, TensorSpec
 from tests.resharding.models import count_union_elements, even, transformer
