@@ -15,7 +15,6 @@ from streamrl.algorithms import (
 )
 from streamrl.algorithms.config import LOSS_AGGREGATIONS, CorrectionConfig
 from streamrl.algorithms.objective import derive_group_columns, policy_loss, shared_value_loss
-from streamrl.errors import AlgorithmError
 from streamrl.messages import FinishReason
 from tests.algorithms.steps import derive_columns, make_settings, make_step, train
 
@@ -393,30 +392,3 @@ def test_a_token_loss_receives_the_rows_derived_columns():
     penalty = train(config, step, derived).loss - train(config, step, none_chosen).loss
     log_ratio = step.logprobs - step.columns["generator_logprobs"]
     close(penalty, log_ratio[derived["chosen"]].abs().sum())
-
-
-def write_failing_row(function: str, body: str, tmp_path):
-    """Write a custom row in which one function is wrong."""
-    (tmp_path / "own.py").write_text(
-        "import torch\n"
-        "from streamrl.algorithms.table import GRPO, variant\n"
-        f"def broken(*arguments):\n    {body}\n"
-        f"OWN = variant('own', 'nowhere', GRPO, {function}=broken)\n"
-    )
-    return AlgorithmConfig(name="own", path=str(tmp_path / "own.py"))
-
-
-@pytest.mark.parametrize(
-    ("function", "body", "message"),
-    [
-        ("advantages", "return arguments[0]['nothing']", r"own.py:4: KeyError: 'nothing'"),
-        ("advantages", "return torch.zeros(3)", r"broken returned shape \[3\], expected \[9\] or"),
-        ("advantages", "return None", r"broken returned None, expected \[9\]"),
-        ("token_loss", "return [torch.zeros(2)] * 2", r"returned shape \[2\], expected \[9, "),
-        ("token_loss", "exit(3)", r"own.py:4: SystemExit: 3"),
-    ],
-)
-def test_a_failing_function_is_named_with_its_line(function, body, message, tmp_path):
-    config, step = write_failing_row(function, body, tmp_path), make_step()
-    with pytest.raises(AlgorithmError, match=f"^algorithm own: .*{message}"):
-        train(config, step, derive_columns(config, step))

@@ -230,6 +230,12 @@ def foreign(columns, group_ids, settings):
 def other(tokens, settings):
     return tokens.log_ratio.to("meta"), tokens.loss_mask
 
+def quits(tokens, settings):
+    exit(3)
+
+def short(columns, group_ids, settings):
+    return torch.zeros(3)
+
 def rooted(columns, group_ids, settings):
     return columns["scores"].sqrt() * vars(settings)["gamma"]
 
@@ -244,6 +250,8 @@ HALF = variant("half", "x", token_loss=half)
 MUTE = variant("mute", "x", token_loss=mute)
 FOREIGN = variant("foreign", "x", advantages=foreign)
 OTHER = variant("other", "x", token_loss=other)
+QUITS = variant("quits", "x", token_loss=quits)
+SHORT = variant("short", "x", advantages=short)
 LIKELIEST = variant("likeliest", "x", columns=("scores", "greedy_ids"))
 NEGATIVE = variant("negative", "x", defaults={"clip_low": -1})
 ROOTED = variant("rooted", "x", advantages=rooted)
@@ -272,6 +280,8 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
             r"algorithm foreign: foreign returned array\(\[.*, expected \[16\] or \[16, 4\]",
         ),
         ("other", "algorithm other: RuntimeError: "),
+        ("quits", r"algorithm quits: quits at .*own.py:\d+: SystemExit: 3"),
+        ("short", r"algorithm short: short returned shape \[3\], expected \[16\] or \[16, 4\]"),
         ("likeliest", "algorithm likeliest: column greedy_ids has no values per rollout"),
         ("hot", "algorithm.params.tau=hot: must be a number"),
         ("outside", "algorithm.params.tau=2.0: must be at least 0 and at most 1"),

@@ -22,10 +22,7 @@ from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
-from streamrl.placement.resource_demand import (
-    ClusterCapacity,
-    choose_mode,
-)
+from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
 from tests.toy import write_toy
 
 MB = 1 << 20
@@ -39,6 +36,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, PreparedRu
     ]
     config = load_config(write_toy(tmp_path_factory.mktemp("toy")) / "recipe.yaml", overrides)
     return config, prepare_run(config)
+
+
+def choose(config: RunConfig, prepared: PreparedRun, cpus: int, gpus: int = 0) -> str:
+    """Return the mode that a run takes on a cluster of this size."""
+    options = list_placement_options(config, prepared, gpus > 0)
+    return choose_mode(options, ClusterCapacity(cpus, gpus)).mode
 
 
 def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]):
@@ -119,15 +122,12 @@ def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
         r"generator\.kv_cache_mb=null: must be set where a generator shares a GPU, here with .*ref"
     )
     with pytest.raises(ConfigError, match=message):
-        choose_mode(list_placement_options(config, run[1], True), ClusterCapacity(8, 1))
+        choose(config, run[1], 8, 1)
     bounded = replace(config, generator=replace(config.generator, kv_cache_mb=500))
-    gpus = 1 if mode == "auto" else 2
-    assert choose_mode(
-        list_placement_options(bounded, run[1], True), ClusterCapacity(8, gpus)
-    ).mode in ("colocated", mode)
+    assert choose(bounded, run[1], 8, 1 if mode == "auto" else 2) in ("colocated", mode)
     # With a dedicated GPU, or on a CPU, no limit is needed.
-    choose_mode(list_placement_options(run[0], run[1], True), ClusterCapacity(8, 3))
-    choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0))
+    choose(run[0], run[1], 8, 3)
+    choose(config, run[1], 8)
 
 
 def test_a_tensor_parallel_generator_demands_a_device_per_process(
@@ -151,51 +151,26 @@ def test_a_generator_inside_trainer_ranks_demands_no_devices(run: tuple[RunConfi
         trainer=replace(run[0].trainer, world_size=2),
     )
     for slots, mode in ((6, "disaggregated"), (2, "colocated")):
-        assert (
-            choose_mode(
-                list_placement_options(config, run[1], False), ClusterCapacity(slots, 0)
-            ).mode
-            == mode
-        )
-
-
-@pytest.mark.parametrize(("ranks", "key"), [(2, None), (3, "num_attention_heads")])
-def test_indivisible_attention_heads_refuse_tensor_parallelism(
-    run: tuple[RunConfig, PreparedRun], ranks: int, key: str | None
-):
-    config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=ranks))
-    if key is None:
-        prepare_run(config)
-        return
-    with pytest.raises(ConfigError, match=rf"tensor_parallel={ranks}: must divide .*{key}="):
-        prepare_run(config)
+        assert choose(config, run[1], slots) == mode
 
 
 def test_memory_budget_applies_only_if_auto_colocates(run: tuple[RunConfig, PreparedRun]):
     placement = replace(run[0].placement, mode="auto", memory_mb=500)
     config = replace(run[0], placement=placement)
     for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):
-        decision = choose_mode(
-            list_placement_options(config, run[1], False), ClusterCapacity(cpus, 0)
-        ).mode
-        assert (decision, with_placement_mode(config, decision).placement.memory_mb) == (
-            mode,
-            budget_mb,
-        )
+        assert choose(config, run[1], cpus) == mode
+        assert with_placement_mode(config, mode).placement.memory_mb == budget_mb
 
 
 def test_auto_excludes_colocation_beyond_the_memory_budget(run: tuple[RunConfig, PreparedRun]):
     config = replace(run[0], placement=replace(run[0].placement, mode="auto", memory_mb=1))
-    assert (
-        choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(8, 0)).mode
-        == "disaggregated"
-    )
+    assert choose(config, run[1], 8) == "disaggregated"
     message = (
         r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is impossible:"
         r" placement\.memory_mb=1: to train, a worker holds"
     )
     with pytest.raises(ConfigError, match=message):
-        choose_mode(list_placement_options(config, run[1], False), ClusterCapacity(1, 0))
+        choose(config, run[1], 1)
 
 
 def test_a_policy_that_is_never_trained_gets_a_note(run: tuple[RunConfig, PreparedRun], tmp_path):
