@@ -337,7 +337,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "user_code/pool/process.py",
         "if (module, name) not in _ALLOWED_CLASSES",
         "if not module.startswith('streamrl.')",
-        "tests/user_code/pool/test_responses.py",
+        "tests/user_code/pool/test_pool.py -k unpickling",
     ),
     Mutant(
         "user_code/pool/reaper.py",
@@ -367,7 +367,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "user_code/sandbox/jail.py",
         '"--unshare-pid", "--unshare-net", "--unshare-uts"',
         '"--unshare-pid", "--unshare-uts"',
-        "tests/user_code/sandbox/test_layers.py -k namespaces",
+        "tests/user_code/sandbox/test_sandbox.py -k namespaces",
     ),
     Mutant(
         "user_code/sandbox/jail_driver.py",

@@ -117,10 +117,6 @@ def test_blank_lines_and_a_bom_are_skipped_but_counted(tmp_path):
         ('{"prompt": "a"} {"prompt": "b"}', "line 2: not JSON: Extra data"),
         ("[" * 100_000, "line 2: not JSON:"),
         ('{"prompt": "a", "prompt": "b"}', "line 2: not JSON: key 'prompt': must occur only once"),
-        (
-            '{"prompt": "a", "x": ' + "[" * 200 + "]" * 200 + "}",
-            "line 2: not JSON: nested more than",
-        ),
         ('[{"prompt": "a"}]', "line 2: must be a JSON object, got list"),
         ("null", "line 2: must be a JSON object, got null or missing"),
         ('{"question": "x", "answer": 1}', "no column 'prompt' (prompt_key); the columns are"),
@@ -138,13 +134,8 @@ def test_blank_lines_and_a_bom_are_skipped_but_counted(tmp_path):
         ('{"prompt": "a", "data_source": 3}', "data_source must be text, got int"),
         ('{"prompt": "a", "extra_info": 3}', "extra_info must be an object, got int"),
         ('{"prompt": "a", "extra_info": "x"}', "extra_info is text, which must be JSON: Expecting"),
-        ('{"prompt": "a", "extra_info": "[1]"}', "extra_info must be an object, got list"),
         ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, got int"),
         ('{"prompt": "a", "tools": "[1]"}', "tools must be a list of objects, got list"),
-        (
-            '{"prompt": "a", "chat_template_kwargs": "{\\"a\\": 1, \\"a\\": 2}"}',
-            "chat_template_kwargs is text, which must be JSON: key 'a': must occur only once",
-        ),
         (
             json.dumps({"prompt": "a", "extra_info": '{"a": ' + "[" * 200 + "]" * 200 + "}"}),
             "extra_info is text, which must be JSON: nested more than",

@@ -4,11 +4,11 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from streamrl.errors import RewardInfraError, ServiceOutageError
 from streamrl.rewards.interface.config import RewardConfig
@@ -17,29 +17,6 @@ from streamrl.user_code import service_gate
 from tests.rewards.judged import judge, prompt
 
 ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
-
-
-class Server(BaseHTTPRequestHandler):
-    """Fake server that runs Python. `failures` are the first responses."""
-
-    failures: ClassVar[list] = []
-    requests: ClassVar[list] = []
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.requests.append(body)
-        if self.failures:
-            status, reply = self.failures.pop(0)
-        else:
-            status, reply = 200, run_program(body)
-        text = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
 
 
 def run_program(body):
@@ -60,12 +37,22 @@ def run_program(body):
 
 
 @pytest.fixture
-def url():
-    Server.failures, Server.requests = [], []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-        server.shutdown()
+async def server():
+    """Run a fake server that runs Python; `failures` are its first responses."""
+    fake = SimpleNamespace(failures=[], requests=[])
+
+    async def respond(request):
+        fake.requests.append(await request.json())
+        if fake.failures:
+            status, reply = fake.failures.pop(0)
+            return web.json_response(reply, status=status)
+        return web.json_response(await asyncio.to_thread(run_program, fake.requests[-1]))
+
+    app = web.Application()
+    app.router.add_post("/run_code", respond)
+    async with TestServer(app) as running:
+        fake.url = str(running.make_url("/"))
+        yield fake
 
 
 async def judged(url, truth, *completions, **options):
@@ -75,9 +62,9 @@ async def judged(url, truth, *completions, **options):
     return [outcome for _, outcome in await judge(config, prompt(truth), *completions)]
 
 
-async def test_remote_output_is_judged_locally(url):
+async def test_remote_output_is_judged_locally(server):
     outcomes = await judged(
-        url,
+        server.url,
         ADD,
         "def add(a, b): return a + b",
         "def add(a, b): return a - b",
@@ -90,7 +77,7 @@ async def test_remote_output_is_judged_locally(url):
     )
     expected = "pass wrong pass compile_error memory runtime_error timeout pass"
     assert outcomes == expected.split()
-    (body,) = {json.dumps({**b, "code": ""}) for b in Server.requests}
+    (body,) = {json.dumps({**b, "code": ""}) for b in server.requests}
     assert json.loads(body) == {
         "code": "",
         "stdin": "[1, 2]",
@@ -99,21 +86,24 @@ async def test_remote_output_is_judged_locally(url):
         "run_timeout": 5.0,
         "memory_limit_MB": 256,
     }
-    assert "3" not in {b["stdin"] for b in Server.requests}, "no expected value leaves this machine"
+    assert "3" not in {b["stdin"] for b in server.requests}, "no expected value leaves this machine"
 
 
-async def test_a_failing_server_is_retried_and_never_scored_as_wrong(url):
-    Server.failures = [(500, {}), (200, {"status": "SandboxError", "message": "no disk"})]
-    assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
-    Server.failures = [(500, {})] * 2
+async def test_a_failing_server_is_retried_and_never_scored_as_wrong(server):
+    server.failures = [
+        (500, {}),
+        (200, {"status": "SandboxError", "message": "no disk"}),
+    ]
+    assert await judged(server.url, ADD, "def add(a, b): return a + b") == ["pass"]
+    server.failures = [(500, {})] * 2
     message = r"reward code, uid 0:4:0: .*500 Internal Server Error"
     with pytest.raises(RewardInfraError, match=message):
-        await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
+        await judged(server.url, ADD, "def add(a, b): return a + b", attempts=2)
 
 
-async def test_an_unavailable_server_costs_no_attempt(url):
-    Server.failures = [(status, {}) for status in (429, 503, 504)]
-    assert await judged(url, ADD, "def add(a, b): return a + b", attempts=1) == ["pass"]
+async def test_an_unavailable_server_costs_no_attempt(server):
+    server.failures = [(status, {}) for status in (429, 503, 504)]
+    assert await judged(server.url, ADD, "def add(a, b): return a + b", attempts=1) == ["pass"]
 
 
 async def test_a_server_that_stays_unreachable_ends_the_command(monkeypatch):
