@@ -197,28 +197,6 @@ async def test_rotate_on_a_full_disk_can_be_retried(
     assert read_numbers(tmp_path) == [0, 1, 2]
 
 
-async def test_failed_fsync_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    journal = open_journal(tmp_path)
-    await journal.append([note(0)])
-    descriptors = []
-
-    def fail(descriptor: int) -> None:
-        descriptors.append(descriptor)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    journal.append_nowait([note(1)])
-    for _ in range(2):
-        with pytest.raises(
-            JournalError, match="Input/output error; earlier accepted records are safe"
-        ):
-            await journal.rotate()
-    with pytest.raises(JournalError, match="Input/output error"):
-        await journal.close()
-    assert len(descriptors) == 1
-    assert read_numbers(tmp_path) == [0]
-
-
 ENDLESS = """
 import asyncio, itertools, os, random, sys
 from pathlib import Path

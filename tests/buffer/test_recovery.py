@@ -38,8 +38,6 @@ from tests.buffer.shards import (
     do,
     finish,
     make_shard,
-    put,
-    rollouts,
     take,
 )
 from tests.fake_shards import MemoryLog
@@ -283,21 +281,6 @@ async def test_damaged_record_is_reported_and_other_groups_recover(tmp_path: Pat
     assert scored.stage_columns.keys() == {"generate"}, "the group is scored again"
     del intact_state.groups["scored"]
     assert facts(state, on_disk) == facts(intact_state, on_disk)
-
-
-async def test_results_computed_from_lost_columns_are_discarded(tmp_path: Path):
-    await write_populated_journal(tmp_path)
-    damage(tmp_path, "put", "scored", stage="generate")
-    state = recover(tmp_path)
-    scored = state.groups["scored"]
-    assert not scored.stage_columns and scored.info is None, "scores of lost rollouts are discarded"
-    load_columns(state, join_pieces)
-    shard = make_shard(book=state, session="run")
-    (redelivered,) = [
-        experience for experience in await take(shard, "generate") if experience.uid == "scored"
-    ]
-    assert await put(shard, (redelivered.lease, rollouts(version=4))) == []
-    assert len(await take(shard, "reward")) == 1
 
 
 async def test_lease_on_lost_columns_is_void(tmp_path: Path):

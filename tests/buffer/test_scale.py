@@ -26,6 +26,7 @@ from tests.buffer.shards import (
     take,
 )
 from tests.operations import count_lines
+from tests.virtual_time import in_virtual_time
 
 FEW, MANY = 20, 320
 GROWTH = 1.5
@@ -163,19 +164,17 @@ def test_an_idle_generator_does_not_wake_for_leases_that_ended():
     check_flat_on_loop(count)
 
 
-def test_a_woken_request_that_leaves_passes_the_prompt_on():
-    async def scenario() -> None:
-        shard = make_shard()
-        first, second = (
-            asyncio.create_task(take(shard, "generate", holder=name, wait_s=60.0)) for name in "ab"
-        )
-        await asyncio.sleep(1.0)
-        await admit(shard, "a")
-        first.cancel()
-        assert [group.uid for group in await second] == ["a"]
-        assert asyncio.get_running_loop().time() < 2.0
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_a_woken_request_that_leaves_passes_the_prompt_on():
+    shard = make_shard()
+    first, second = (
+        asyncio.create_task(take(shard, "generate", holder=name, wait_s=60.0)) for name in "ab"
+    )
+    await asyncio.sleep(1.0)
+    await admit(shard, "a")
+    first.cancel()
+    assert [group.uid for group in await second] == ["a"]
+    assert asyncio.get_running_loop().time() < 2.0
 
 
 def test_a_filtered_group_is_found_without_a_look_at_the_others():
@@ -240,13 +239,11 @@ class TightShard:
         return [entries[0][0]]
 
 
-def test_prompts_that_wait_for_capacity_are_not_sent_with_each_that_enters():
-    async def scenario() -> None:
-        shard, entered = TightShard(), list[str]()
-        queue = ExperienceQueue([shard], "coordinator")  # type: ignore[list-item]
-        uids = [f"0:{i}:0" for i in range(MANY)]
-        await queue.insert_prompts([prompt(uid) for uid in uids], 0, on_entered=entered.extend)
-        assert entered == uids
-        assert shard.num_sent <= 3 * MANY
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_prompts_that_wait_for_capacity_are_not_sent_with_each_that_enters():
+    shard, entered = TightShard(), list[str]()
+    queue = ExperienceQueue([shard], "coordinator")  # type: ignore[list-item]
+    uids = [f"0:{i}:0" for i in range(MANY)]
+    await queue.insert_prompts([prompt(uid) for uid in uids], 0, on_entered=entered.extend)
+    assert entered == uids
+    assert shard.num_sent <= 3 * MANY

@@ -3,11 +3,10 @@
 import asyncio
 import math
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from streamrl.buffer import StepAssembler
 from streamrl.errors import FilterLimitError, LedgerError
 from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome
 from streamrl.planner.simulator.virtual_loop import run_virtual
@@ -15,6 +14,7 @@ from streamrl.stream.run_state import PipelineConfig
 from streamrl.stream.train_step import GroupCollector
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import Plan
+from tests.stream.test_run_state import make_run_state, uids
 from tests.virtual_time import in_virtual_time
 
 FILTERING = Plan(
@@ -71,16 +71,17 @@ def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
 
 
 @in_virtual_time
-async def test_error_during_the_last_groups_is_raised():
+async def test_error_during_the_last_groups_is_raised(monkeypatch: pytest.MonkeyPatch):
     """The last group is drawn while a filtered group of the same call is being logged."""
-    assembler = StepAssembler(max_staleness=0, groups_per_step=2)
-    for number in range(3):
-        assembler.admit_group(f"0:{number}:0", 0)
+    run_state = make_run_state()
+    await run_state.run_log.record_admissions(uids(4), 0)
+    for uid in uids(4):
+        run_state.assembler.admit_group(uid, 0)
 
     class Queue:
         coming = (
-            ([ready(0)], 0.0),
-            ([ready(1), ready(2, GroupOutcome("filtered", filtered=True))], 5.0),
+            ([ready(0), ready(1)], 0.0),
+            ([ready(2), ready(3, GroupOutcome("filtered", filtered=True))], 5.0),
         )
         answers = iter(coming)
 
@@ -91,28 +92,14 @@ async def test_error_during_the_last_groups_is_raised():
 
     async def finish_groups(queue: Any, ended: Any, infos: Any) -> None:
         await asyncio.sleep(20.0)
-        raise LedgerError("0:2:0 was never admitted")
+        raise LedgerError("0:3:0 was never admitted")
 
-    control = SimpleNamespace(
-        assembler=assembler,
-        admission=SimpleNamespace(
-            version=0, ledger=SimpleNamespace(in_flight={f"0:{n}:0" for n in range(3)})
-        ),
-        offer_groups=assembler.offer_groups,
-        remove_late_groups=lambda **_: {},
-        check_step_limits=lambda ended: None,
-        stop_requested=asyncio.Event(),
-        publisher=SimpleNamespace(check_failures=lambda: None),
-        progress_clock=SimpleNamespace(last_progress_at=0.0),
-        max_attempts=1,
-        finish_groups=finish_groups,
-    )
-    with pytest.raises(LedgerError):
-        stage: Any = SimpleNamespace(name="train", queue=Queue())
-        config = PipelineConfig(groups_per_step=2)
-        async with GroupCollector(stage, cast(Any, control), config) as collector:
+    monkeypatch.setattr(run_state, "finish_groups", finish_groups)
+    stage: Any = SimpleNamespace(name="train", queue=Queue())
+    with pytest.raises(LedgerError, match="never admitted"):
+        async with GroupCollector(stage, run_state, PipelineConfig(groups_per_step=3)) as collector:
             for _ in range(2):
                 assert await collector.wait_for_groups()
-                assembler.draw_groups(0)
+                run_state.assembler.draw_groups(0)
                 await asyncio.sleep(10.0)
-            assert assembler.is_complete
+            assert run_state.assembler.is_complete

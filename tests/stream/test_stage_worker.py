@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,9 +31,15 @@ from tests.virtual_time import in_virtual_time
 UIDS = [f"0:{i}:0" for i in range(6)]
 
 
-def make_shard(uids: Sequence[str], *, lease_s: float = 10.0, **settings: float) -> LocalShard:
-    config = QueueConfig(shards=1, lease_s=lease_s, **settings)  # type: ignore[arg-type]
-    return LocalShard(STAGES, config, ShardCapacity(100), log=MemoryLog())
+async def open_shard(
+    uids: Sequence[str] = UIDS, **settings: Any
+) -> tuple[LocalShard, ExperienceQueue]:
+    """Open a shard with these prompts; return it and the coordinator's queue client."""
+    config = QueueConfig(**{"lease_s": 10.0, **settings})
+    shard = LocalShard(STAGES, config, ShardCapacity(100), log=MemoryLog())
+    queue = ExperienceQueue([shard], "coordinator")
+    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
+    return shard, queue
 
 
 class Sampler:
@@ -59,29 +66,29 @@ class Sampler:
         return [self._results.get(f"uid_{uid.split(':')[1]}", rollouts()) for uid in uids]
 
 
-async def start_stage(
-    shard: LocalShard, sampler: Sampler, *, slots: int = 2, batch: int = 1, holder: str = "me"
+def start_stage(
+    shard: LocalShard,
+    sampler: Sampler,
+    *,
+    slots: int = 2,
+    batch: int = 1,
+    holder: str = "me",
+    leaving: asyncio.Event | None = None,
 ) -> "asyncio.Task[None]":
+    queue, spans = ExperienceQueue([shard], holder), SpanRecorder(holder)
     stage = StageContext(
-        "generate", ExperienceQueue([shard], holder), DedicatedDeviceLease(), SpanRecorder(holder)
+        "generate", queue, DedicatedDeviceLease(), spans, leaving or asyncio.Event()
     )
     return asyncio.create_task(
         serve_stage(stage, sampler, InFlightWork(ConcurrencyLimit(slots)), columns=(), batch=batch)
     )
 
 
-async def admit_uids(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
-    queue = ExperienceQueue([shard], "coordinator")
-    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
-    return queue
-
-
 @pytest.mark.parametrize(("slots", "batch"), [(1, 1), (3, 1), (4, 2), (9, 9)])
 @in_virtual_time
 async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, batch: int):
-    shard, sampler = make_shard(UIDS), Sampler()
-    queue = await admit_uids(shard, UIDS)
-    loop = await start_stage(shard, sampler, slots=slots, batch=batch)
+    (shard, queue), sampler = await open_shard(), Sampler()
+    loop = start_stage(shard, sampler, slots=slots, batch=batch)
     await asyncio.sleep(20.0)
     loop.cancel()
     assert sorted(sampler.finished) == UIDS
@@ -92,10 +99,9 @@ async def test_stage_respects_its_concurrency_limit_and_commits_all(slots: int, 
 
 @in_virtual_time
 async def test_results_are_committed_filtered_or_failed_by_type():
-    shard = make_shard(UIDS, max_attempts=1)
+    shard, queue = await open_shard(UIDS[:3], max_attempts=1)
     sampler = Sampler(uid_1=FilteredGroup("not worth it"), uid_2=RewardError("no verdict"))
-    queue = await admit_uids(shard, UIDS[:3])
-    loop = await start_stage(shard, sampler, slots=3, batch=3)
+    loop = start_stage(shard, sampler, slots=3, batch=3)
     await asyncio.sleep(5.0)
     loop.cancel()
     ended = await queue.lease_groups("train", max_groups=9, columns=(), wait_s=1.0)
@@ -109,16 +115,10 @@ async def test_results_are_committed_filtered_or_failed_by_type():
 
 @in_virtual_time
 async def test_leaving_stage_commits_finished_work_and_leases_nothing():
-    shard, sampler = make_shard(UIDS), Sampler(seconds=10.0)
-    queue = await admit_uids(shard, UIDS)
-    stage = StageContext(
-        "generate", ExperienceQueue([shard], "me"), DedicatedDeviceLease(), SpanRecorder("me")
-    )
-    loop = asyncio.create_task(
-        serve_stage(stage, sampler, InFlightWork(ConcurrencyLimit(2)), columns=(), batch=1)
-    )
+    (shard, queue), sampler = await open_shard(), Sampler(seconds=10.0)
+    loop = start_stage(shard, sampler, leaving=(leaving := asyncio.Event()))
     await asyncio.sleep(15.0)
-    stage.leave_requested.set()
+    leaving.set()
     await loop
     assert await queue.release_holder("me", died=False) == 2
     assert sampler.started == UIDS[:4] and sorted(sampler.finished) == UIDS[:2]
@@ -132,23 +132,21 @@ async def test_leaving_stage_commits_finished_work_and_leases_nothing():
 
 @in_virtual_time
 async def test_slow_work_is_kept_by_renewals():
-    shard, sampler = make_shard(UIDS, lease_s=4.0), Sampler(seconds=60.0)
-    await admit_uids(shard, UIDS[:1])
-    loop = await start_stage(shard, sampler)
-    idle_loop = await start_stage(shard, Sampler(), holder="you")
+    (shard, queue), sampler = await open_shard(UIDS[:1], lease_s=4.0), Sampler(seconds=60.0)
+    loop = start_stage(shard, sampler)
+    idle_loop = start_stage(shard, Sampler(), holder="you")
     await asyncio.sleep(70.0)
     loop.cancel()
     idle_loop.cancel()
     assert sampler.finished == UIDS[:1]
-    figures = await ExperienceQueue([shard], "me").end_step([], 1)
+    figures = await queue.end_step([], 1)
     assert figures.counts == {"redelivered": 0, "refused": 0}
 
 
 @in_virtual_time
 async def test_lost_work_is_cancelled_and_frees_its_slot():
-    shard, sampler = make_shard(UIDS), Sampler(seconds=30.0)
-    queue = await admit_uids(shard, UIDS[:1])
-    loop = await start_stage(shard, sampler, slots=1)
+    (shard, queue), sampler = await open_shard(UIDS[:1]), Sampler(seconds=30.0)
+    loop = start_stage(shard, sampler, slots=1)
     await asyncio.sleep(5.0)
     await queue.remove_groups(UIDS[:1], 0)
     await queue.insert_prompts([prompt(UIDS[1])], 0)
@@ -164,10 +162,9 @@ async def test_error_of_the_compute_function_ends_the_loop():
         async def __call__(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
             raise KeyError("lengths")
 
-    shard = make_shard(UIDS)
-    await admit_uids(shard, UIDS)
+    shard, _ = await open_shard()
     with pytest.raises(ExceptionGroup) as error:
-        await (await start_stage(shard, Broken()))
+        await start_stage(shard, Broken())
     assert error.group_contains(KeyError)
 
 
@@ -265,7 +262,7 @@ async def test_groups_that_start_at_any_time_share_reads_of_their_partial_rollou
                 intervals.append(clock() - saved_at[lease])
                 saved_at[lease] = clock()
 
-    saver = PartialRolloutSaver(Queue([make_shard(UIDS)], "me"), read_partials)
+    saver = PartialRolloutSaver(Queue([(await open_shard())[0]], "me"), read_partials)
 
     async def run_group(number: int) -> None:
         await asyncio.sleep(0.13 * number)

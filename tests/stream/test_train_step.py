@@ -31,12 +31,6 @@ from tests.virtual_time import in_virtual_time
 PACE = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
 
 
-async def stop_after_an_update(stream: Stream) -> None:
-    while not stream.trainer.num_updates:
-        await asyncio.sleep(0.01)
-    stream.control.request_stop()
-
-
 def list_trained_uids(stream: Stream) -> list[list[str]]:
     return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
 
@@ -49,25 +43,20 @@ def test_step_is_checked_against_the_queue():
         assert outcome.results_by_role[POLICY].metric_sums["rollouts"] == 8
 
 
-def test_stop_between_two_updates_leaves_a_partial_update():
+@pytest.mark.parametrize(
+    ("train_s", "has_grace", "is_step_finished"),
+    [(0.3, True, True), (3.0, True, False), (0.3, False, False)],
+)
+def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
+    train_s: float, has_grace: bool, is_step_finished: bool
+):
     async def stop(stream: Stream) -> None:
         while not stream.trainer.num_updates:
             await asyncio.sleep(0.01)
-        stream.control.stop_requested.set()
+        (stream.control.request_stop if has_grace else stream.control.stop_requested.set)()
 
-    plan = Plan(steps=1000, pace=PACE)
-    stream = run_virtual(run_stream(plan, disturb=stop))
-    assert stream.control.has_partial_update
-    assert stream.trainer.version == 0
-    assert not stream.outcomes
-
-
-@pytest.mark.parametrize(("train_s", "is_step_finished"), [(0.3, True), (3.0, False)])
-def test_stop_between_two_updates_finishes_the_step_within_the_grace_period(
-    train_s: float, is_step_finished: bool
-):
     plan = Plan(steps=1000, pace=PACE, train_s=train_s, critic=True)
-    stream = run_virtual(run_stream(plan, disturb=stop_after_an_update))
+    stream = run_virtual(run_stream(plan, disturb=stop))
     assert stream.control.has_partial_update is not is_step_finished
     assert len(stream.outcomes) == stream.control.admission.version == int(is_step_finished)
 

@@ -1,9 +1,8 @@
 """Weight publisher: concurrency, retries, resends, waits."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY
@@ -13,8 +12,7 @@ from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS, WeightPublisher, is_publish_due
 from streamrl.weights import WeightManifest
 from streamrl.weights.versions import WeightFault, WeightRegistry
-
-SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
+from tests.virtual_time import in_virtual_time
 
 
 class Source:
@@ -34,6 +32,15 @@ class Source:
         return WeightManifest(version, (), ())
 
 
+def make_publisher(
+    due: Callable[[str, int], bool] = lambda role, version: True, **publish_s: float
+) -> tuple[WeightPublisher, dict[str, Source]]:
+    """Return a publisher and its sources, which take these times, by role."""
+    sources = {role: Source(seconds) for role, seconds in publish_s.items()}
+    registries = {role: WeightRegistry(keep_versions=2) for role in sources}
+    return WeightPublisher(sources, registries, due=due), sources
+
+
 def test_ema_reference_follows_its_own_publish_schedule():
     def due(role: str) -> list[int]:
         reference = ReferenceConfig(every=3)
@@ -47,24 +54,21 @@ def test_ema_reference_follows_its_own_publish_schedule():
     assert due(EMA_REFERENCE) == [3, 6]
 
 
-def test_roles_publish_in_parallel_and_versions_in_order():
-    async def scenario() -> None:
-        clock = asyncio.get_running_loop().time
-        sources = {"policy": Source(2.0), "critic": Source(5.0)}
-        registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publisher = WeightPublisher(
-            sources, registries, due=lambda role, version: role == "policy" or version % 2 == 0
-        )
-        assert await publisher.begin_publish(0, first=True)
-        assert clock() == 0.0, "the publish runs in the background"
-        await asyncio.sleep(2.5)
-        assert registries["policy"].version == 0 and registries["critic"].version == -1
-        assert await publisher.begin_publish(1)
-        assert clock() == 5.0, "the previous version is published"
-        await publisher.wait_until_published()
-        assert clock() == 7.0 and registries["critic"].version == 0
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_roles_publish_in_parallel_and_versions_in_order():
+    clock = asyncio.get_running_loop().time
+    publisher, _ = make_publisher(
+        lambda role, version: role == "policy" or version % 2 == 0, policy=2.0, critic=5.0
+    )
+    registries = publisher.registries
+    assert await publisher.begin_publish(0, first=True)
+    assert clock() == 0.0, "the publish runs in the background"
+    await asyncio.sleep(2.5)
+    assert registries["policy"].version == 0 and registries["critic"].version == -1
+    assert await publisher.begin_publish(1)
+    assert clock() == 5.0, "the previous version is published"
+    await publisher.wait_until_published()
+    assert clock() == 7.0 and registries["critic"].version == 0
 
 
 @pytest.mark.parametrize("failures", [1, PUBLISH_ATTEMPTS - 1, PUBLISH_ATTEMPTS])
@@ -96,63 +100,54 @@ def test_failed_publish_is_retried_and_reported(failures: int):
     assert faults == [fault] * min(failures, PUBLISH_ATTEMPTS - 1)
 
 
-def test_awaited_version_is_published_though_not_due():
-    async def scenario() -> None:
-        sources = {role: Source(0.0) for role in ("policy", "critic", EMA_REFERENCE)}
-        registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publisher = WeightPublisher(sources, registries, due=lambda role, version: False)
-        assert not await publisher.begin_publish(4)
-        assert await publisher.begin_publish(5, awaited=True)
-        await publisher.wait_until_published()
-        assert {role: source.versions for role, source in sources.items()} == {
-            "policy": [5],
-            "critic": [5],
-            EMA_REFERENCE: [],
-        }
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_awaited_version_is_published_though_not_due():
+    publisher, sources = make_publisher(
+        lambda role, version: False, **dict.fromkeys(("policy", "critic", EMA_REFERENCE), 0.0)
+    )
+    assert not await publisher.begin_publish(4)
+    assert await publisher.begin_publish(5, awaited=True)
+    await publisher.wait_until_published()
+    assert {role: source.versions for role, source in sources.items()} == {
+        "policy": [5],
+        "critic": [5],
+        EMA_REFERENCE: [],
+    }
 
 
-def test_corrupt_version_is_resent_while_the_model_is_unchanged():
-    async def scenario() -> None:
-        sources = {role: Source(1.0) for role in ("policy", EMA_REFERENCE)}
-        registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publisher = WeightPublisher(sources, registries, due=lambda role, version: version != 6)
-        await publisher.begin_publish(4)
-        publisher.resend_version("policy", 4)  # version 4 is still being published
-        await publisher.wait_until_published()
-        publisher.resend_version("policy", 4)
-        publisher.resend_version(EMA_REFERENCE, 4)
-        publisher.resend_version("policy", 3)
-        began = asyncio.get_running_loop().time()
-        await publisher.wait_until_published()
-        assert asyncio.get_running_loop().time() == began + 1.0, "both roles resend in parallel"
-        assert sources["policy"].versions == sources[EMA_REFERENCE].versions == [4, 4]
-        publisher.mark_changed("policy")
-        for role in sources:
-            publisher.resend_version(role, 4)
-        await publisher.begin_publish(5)
-        await publisher.wait_until_published()
-        await publisher.begin_publish(6)
-        publisher.resend_version("policy", 5)  # the model has version 6
-        await publisher.wait_until_published()
-        assert sources["policy"].versions == [4, 4, 5]
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_corrupt_version_is_resent_while_the_model_is_unchanged():
+    publish_s = dict.fromkeys(("policy", EMA_REFERENCE), 1.0)
+    publisher, sources = make_publisher(lambda role, version: version != 6, **publish_s)
+    await publisher.begin_publish(4)
+    publisher.resend_version("policy", 4)  # version 4 is still being published
+    await publisher.wait_until_published()
+    publisher.resend_version("policy", 4)
+    publisher.resend_version(EMA_REFERENCE, 4)
+    publisher.resend_version("policy", 3)
+    began = asyncio.get_running_loop().time()
+    await publisher.wait_until_published()
+    assert asyncio.get_running_loop().time() == began + 1.0, "both roles resend in parallel"
+    assert sources["policy"].versions == sources[EMA_REFERENCE].versions == [4, 4]
+    publisher.mark_changed("policy")
+    for role in sources:
+        publisher.resend_version(role, 4)
+    await publisher.begin_publish(5)
+    await publisher.wait_until_published()
+    await publisher.begin_publish(6)
+    publisher.resend_version("policy", 5)  # the model has version 6
+    await publisher.wait_until_published()
+    assert sources["policy"].versions == [4, 4, 5]
 
 
-def test_wait_until_published_includes_resent_versions():
-    async def scenario() -> None:
-        sources = {"policy": Source(1.0), "critic": Source(5.0)}
-        registries = {role: WeightRegistry(keep_versions=2) for role in sources}
-        publisher = WeightPublisher(sources, registries)
-        await publisher.begin_publish(0)
-        settling = asyncio.create_task(publisher.wait_until_published())
-        await asyncio.sleep(4.5)
-        publisher.resend_version("policy", 0)
-        await asyncio.sleep(0.75)
-        assert not settling.done()
-        await settling
-        assert asyncio.get_running_loop().time() == 5.5
-
-    run_virtual(scenario())
+@in_virtual_time
+async def test_wait_until_published_includes_resent_versions():
+    publisher, _ = make_publisher(policy=1.0, critic=5.0)
+    await publisher.begin_publish(0)
+    settling = asyncio.create_task(publisher.wait_until_published())
+    await asyncio.sleep(4.5)
+    publisher.resend_version("policy", 0)
+    await asyncio.sleep(0.75)
+    assert not settling.done()
+    await settling
+    assert asyncio.get_running_loop().time() == 5.5

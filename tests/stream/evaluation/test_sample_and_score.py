@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ActorError, EpisodeError, RewardError
-from streamrl.messages import FinishReason, Prompt, Rollout, make_uid, rollouts_to_columns
+from streamrl.messages import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    make_rollout_seeds,
+    make_uid,
+    rollouts_to_columns,
+)
 from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.evaluation.sample_and_score import (
     SampledPrompt,
@@ -109,29 +116,19 @@ async def test_maj_at_k_requires_answers_from_every_source():
     assert (result.by_source["a"].maj_at_k, result.by_source["b"].maj_at_k) == (0.5, None)
 
 
-async def collect_seeds(delays, **settings):
-    """Return the seeds of each prompt if generation takes these delays."""
+async def test_seeds_depend_only_on_prompt_and_config():
     seeds_by_uid = {}
 
-    async def slow(prompt, seeds):
-        await asyncio.sleep(delays[prompt.token_ids[0]])
+    async def record(prompt, seeds):
         seeds_by_uid[prompt.uid] = list(seeds)
         return await generate(prompt, seeds)
 
-    await evaluate(make_prompts("", "", ""), generate=slow, **settings)
-    return seeds_by_uid
-
-
-async def test_seeds_depend_only_on_prompt_and_config():
-    concurrent = await collect_seeds([0.0, 0.01, 0.02])
-    sequential = await collect_seeds([0.02, 0.01, 0.0])
-    assert concurrent == sequential
-    all_seeds = [seed for seeds in concurrent.values() for seed in seeds]
-    assert len(set(all_seeds)) == 12
-    assert all(0 <= seed < 2**31 for seed in all_seeds)
-    assert concurrent != await collect_seeds([0, 0, 0], seed=1)
-    fewer = await collect_seeds([0, 0, 0], samples=2)
-    assert fewer == {uid: seeds[:2] for uid, seeds in concurrent.items()}
+    await evaluate(make_prompts("", "", ""), generate=record, samples=4, seed=1)
+    assert seeds_by_uid == {uid: make_rollout_seeds(1, uid, 4) for uid in TABLE}
+    all_seeds = [seed for seeds in seeds_by_uid.values() for seed in seeds]
+    assert len(set(all_seeds)) == 12 and all(0 <= seed < 2**31 for seed in all_seeds)
+    assert make_rollout_seeds(1, "0:0:0", 2) == seeds_by_uid["0:0:0"][:2], "fewer are the first"
+    assert make_rollout_seeds(0, "0:0:0", 4) != seeds_by_uid["0:0:0"]
 
 
 async def test_concurrency_bounds_prompts_in_flight():
