@@ -8,8 +8,9 @@ import math
 import time
 import uuid
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -99,36 +100,29 @@ def has_stored_blobs(reply: Any) -> bool:
 
 
 async def resolve_reply_blobs(reply: Any) -> Any:
-    """Return a shard's reply with its large blobs fetched from Ray's object store."""
-    if not (isinstance(reply, list) and any(map(list_blobs, reply))):
+    """Return a shard's reply with its large blobs fetched from Ray's object store, as views."""
+    if not isinstance(reply, list):
         return reply
-    resolved = await resolve_blobs([list_blobs(item) for item in reply])
-    return [_replace_blobs(item, blobs) for item, blobs in zip(reply, resolved, strict=True)]
-
-
-async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...]]:
-    """Fetch the large blobs of each group from Ray's object store, as views.
-
-    groups: blobs of each group, as `store_blob` returns them. Small blobs are returned unchanged.
-    """
-    stored = [
-        blob.object_ref for blobs in groups for blob in blobs if isinstance(blob, ObjectStoreBlob)
-    ]
+    blobs = [blob for item in reply for blob in list_blobs(item)]
+    if not blobs:
+        return reply
+    stored = [blob.object_ref for blob in blobs if isinstance(blob, ObjectStoreBlob)]
     objects = iter(await fetch_objects(stored, "columns of groups") if stored else [])
-    return [
-        tuple([from_message(next(objects) if isinstance(b, ObjectStoreBlob) else b) for b in blobs])
-        for blobs in groups
-    ]
+    resolved = iter(
+        [from_message(next(objects) if isinstance(b, ObjectStoreBlob) else b) for b in blobs]
+    )
+    return [_replace_blobs(item, resolved) for item in reply]
 
 
-def _replace_blobs(item: Any, blobs: tuple[Blob, ...]) -> Any:
-    """Return an item of a reply with these blobs in place of its stored ones."""
+def _replace_blobs(item: Any, resolved: Iterator[Blob]) -> Any:
+    """Return an item of a reply with the next blobs in place of those that it holds."""
     if not isinstance(item, LeaseGrant):
-        return blobs
-    if all(old is new for old, new in zip(list_blobs(item), blobs, strict=True)):
-        return item
-    count = len(item.blobs)
-    return msgspec.structs.replace(item, blobs=blobs[:count], partial_rollouts=blobs[count:])
+        return tuple(islice(resolved, len(item))) if isinstance(item, ColumnBlobs) else item
+    return msgspec.structs.replace(
+        item,
+        blobs=tuple(islice(resolved, len(item.blobs))),
+        partial_rollouts=tuple(islice(resolved, len(item.partial_rollouts))),
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Replicas join and leave during a run. They hold no state that a restart would lo
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
@@ -24,11 +24,6 @@ from streamrl.stream.stage_worker import StageResult
 from streamrl.user_code.service_gate import Outage, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import FetchedWeights, FollowerProtocol, FollowerState
-
-
-def find_policy_version(version: int) -> int:
-    """Return the version due at policy version `version`: the same, unlike for an EMA reference."""
-    return version
 
 
 class RemoteWeightChannel:
@@ -95,19 +90,20 @@ class ReplicaActor(PingableActor):
         name: str,
         *,
         follows: str | None,
-        due: Callable[[int], int] = find_policy_version,
         suspendable: SuspendableWork | None = None,
     ) -> None:
         """Set up what the actor `name` needs to serve the stages of `calls`.
 
         follows: role whose weights the actor loads; None for an actor without such a model.
-        due: maps a policy version to the version that the followed model must have by then.
         suspendable: work that the actor suspends when another phase needs the shared device pool.
         """
         self._name, self._run_dir = name, context.run_dir
         record_crash_stacks(self._run_dir, name)
         self._stages = context.make_stages(calls, name, suspendable=suspendable)
-        self._served_version = ServedVersion(name, resolve_due_version=due) if follows else None
+        self._served_version = ServedVersion(name) if follows else None
+        if follows == EMA_REFERENCE:
+            due = context.config.reference.find_reference_version
+            self._served_version = ServedVersion(name, resolve_due_version=due)
         self._channel = (
             RemoteWeightChannel(context, follows, name, self._shared_weights) if follows else None
         )
@@ -172,12 +168,7 @@ class ScorerActor(ReplicaActor):
         self._config = context.config
         self._calls = calls
         role, follows = calls[0].role, calls[0].followed_role
-        due = (
-            self._config.reference.find_reference_version
-            if follows == EMA_REFERENCE
-            else find_policy_version
-        )
-        self._join_stream(context, calls, f"{role}-{replica}", follows=follows, due=due)
+        self._join_stream(context, calls, f"{role}-{replica}", follows=follows)
         self._scorer = await context.engines.make_scorer(context.config, context.max_length, role)
 
     async def run(self) -> None:

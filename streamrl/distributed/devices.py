@@ -198,22 +198,25 @@ def check_device(*, assigned_gpus: int = 0) -> None:
     Then the process must see these only: CUDA's current device is a setting of each thread, and a
     thread without it computes on the first GPU that the process sees.
     """
-    if has_run_gpus() and not has_local_gpu():
+    torch, count = _get_torch(), count_local_gpus()
+    found = f"torch {torch.__version__} finds {count or 'none'} on {os.uname().nodename}"
+    if has_run_gpus() and not count:
+        fix = "`streamrl doctor` names the reason"
+        if torch.version.cuda is None:
+            fix = (
+                "it is the CPU build: make install DEVICE=gpu, or hide the GPUs"
+                " (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+            )
+        raise ConfigError(f"the run computes on GPUs, but {found}: {fix}")
+    if count and not has_run_gpus():
         raise ConfigError(
-            f"the run computes on GPUs, but {_describe_torch()} finds none on {_get_host()}:"
-            f" {_suggest_fix()}"
+            f"the run computes on CPUs, since Ray counts no GPU, but {found}: start Ray there with"
+            " --num-gpus, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
-    if has_local_gpu() and not has_run_gpus():
+    if assigned_gpus and count != assigned_gpus:
         raise ConfigError(
-            f"the run computes on CPUs, since Ray counts no GPU, but {_describe_torch()} finds"
-            f" {count_local_gpus()} on {_get_host()}: start Ray there with --num-gpus, or hide the"
-            " GPUs (CUDA_VISIBLE_DEVICES=)"
-        )
-    if assigned_gpus and count_local_gpus() != assigned_gpus:
-        raise ConfigError(
-            f"this process on {_get_host()} has {assigned_gpus} of Ray's GPUs, but"
-            f" {_describe_torch()} finds {count_local_gpus()}: unset {NOSET_ENV} where Ray is"
-            " started and where the run is, so that each process sees only its own"
+            f"this process has {assigned_gpus} of Ray's GPUs, but {found}: unset {NOSET_ENV} where"
+            " Ray is started and where the run is, so that each process sees only its own"
         )
 
 
@@ -232,20 +235,3 @@ def _get_torch() -> Any:
 
 def _get_gpu_module() -> Any:
     return _get_torch().get_device_module(GPU)
-
-
-def _describe_torch() -> str:
-    return f"torch {_get_torch().__version__}"
-
-
-def _get_host() -> str:
-    return os.uname().nodename
-
-
-def _suggest_fix() -> str:
-    if _get_torch().version.cuda is None:
-        return (
-            "it is the CPU build: make install DEVICE=gpu, or hide the GPUs"
-            " (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
-        )
-    return "`streamrl doctor` names the reason"

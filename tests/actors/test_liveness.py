@@ -53,7 +53,9 @@ class Waiter:
 def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
     """Start processes in three states: waiting, stopped (SIGSTOP) and dead (SIGKILL)."""
     waiter: Any = ray.remote(num_cpus=0)(Waiter)
-    actors = {name: waiter.remote() for name in ("generator-0", "generator-1", "reward-0")}
+    actors = {
+        name: waiter.remote() for name in ("coordinator", "generator-0", "generator-1", "reward-0")
+    }
     pids = {name: ray.get(actor.pid.remote()) for name, actor in actors.items()}
     actors["generator-0"].wait.remote()
     os.kill(pids["reward-0"], signal.SIGKILL)
@@ -139,7 +141,8 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
     stopped = processes["generator-1"]
     waiting = processes["generator-0"]
     # The trainer rank is stopped; the generator and the coordinator answer.
-    registry.actors = {"coordinator": waiting, "trainer-0": stopped, "generator-0": waiting}
+    registry.actors = {"trainer-0": stopped, "generator-0": waiting}
+    registry.actors["coordinator"] = processes["coordinator"]
     for role, name in ((POLICY, "trainer-0"), (GENERATE_CALL.role, "generator-0")):
         registry.roles[role] = RoleActors([calls[role]], [name], [registry.actors[name]])
     registry.restarts["generator-0"] = ActorRestarts(nothing, 3)

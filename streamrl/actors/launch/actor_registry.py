@@ -247,15 +247,9 @@ class ActorRegistry:
 
         Actors of a process die together.
         """
-        actor = self.actors[name]
-        if not isinstance(actor, HybridActorHandle):
-            return name
-        hybrid_handles = {
-            n: handle for n, handle in self.actors.items() if isinstance(handle, HybridActorHandle)
-        }
-        return " and ".join(
-            n for n, handle in hybrid_handles.items() if handle.actor is actor.actor
-        )
+        process = _unwrap_handle(self.actors[name])
+        hosted = (n for n, actor in self.actors.items() if _unwrap_handle(actor) is process)
+        return " and ".join(hosted)
 
     @property
     def processes(self) -> dict[str, Any]:
