@@ -484,7 +484,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "planner/steady_state/list_scheduler.py",
         "return self.lag - (self.lag - step - 1) % self.step_interval",
         "return self.lag - (self.lag - step) % self.step_interval",
-        "tests/planner/steady_state/test_jobs.py tests/planner/steady_state/test_estimator.py",
+        "tests/planner/steady_state/test_estimator.py",
     ),
     Mutant(
         "planner/simulator/simulated_engine.py",

@@ -5,6 +5,7 @@ the node and starts at a multiple of its own size; a larger mesh consists of who
 """
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -34,31 +35,17 @@ class Mesh:
 
     def check_on_cluster(self, cluster: Cluster, location: str) -> None:
         """Raise ConfigError, naming `location`, unless the cluster allows a mesh like this."""
-        if self.first + self.size > cluster.num_devices:
+        end, edges = self.first + self.size, list_node_edges(cluster)
+        if end > cluster.num_devices:
             raise ConfigError(f"{location}: devices {self}; the cluster has {cluster.num_devices}")
-        # Walk over the node groups that the mesh touches.
-        at = self.first
-        while at < self.first + self.size:
-            group = cluster.find_node_group(at)
-            start = _find_group_start(cluster, at)
-            offset_in_node = (at - start) % group.devices_per_node
-            remaining = self.first + self.size - at
-            if self.size < group.devices_per_node:
-                fits = group.devices_per_node % self.size == 0 and offset_in_node % self.size == 0
-                if not fits:
-                    raise ConfigError(
-                        f"{location}: devices {self}: a part of a node of"
-                        f" {group.devices_per_node} must divide the node"
-                        " and start at a multiple of its own size"
-                    )
-                return
-            if offset_in_node or remaining < group.devices_per_node:
-                raise ConfigError(
-                    f"{location}: devices {self}: a mesh beyond one node must be whole nodes of"
-                    f" {group.devices_per_node}"
-                )
-            at += min(
-                remaining - remaining % group.devices_per_node, start + group.num_devices - at
+        if self.first in edges and end in edges:
+            return
+        at = bisect_right(edges, self.first) - 1
+        per_node, offset = edges[at + 1] - edges[at], self.first - edges[at]
+        if per_node % self.size or offset % self.size:
+            raise ConfigError(
+                f"{location}: devices {self}: must be whole nodes, or part of a node of {per_node}"
+                " that divides the node and starts at a multiple of its own size"
             )
 
     def count_nodes(self, cluster: Cluster) -> int:
@@ -88,10 +75,6 @@ class Mesh:
     def __str__(self) -> str:
         last = self.first + self.size - 1
         return f"{self.first}-{last}" if last > self.first else f"{self.first}"
-
-
-def _find_group_start(cluster: Cluster, device: int) -> int:
-    return max(start for start in cluster.group_starts if start <= device)
 
 
 def find_max_load(loads: Collection[tuple[Mesh, float]]) -> float:

@@ -1,22 +1,16 @@
-"""The benchmark against TRL: equal settings, figures, and failures of a side."""
+"""The benchmark against TRL: equal settings, and failures of a side."""
 
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks import trl
-from benchmarks.process_tree import ProcessTree
-from benchmarks.trl import Launch, RunError, RunLength, Step
+from benchmarks.trl import Launch, RunError, RunLength
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.prompt_file import PromptLimits, load_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKS = "import time; t = time.process_time\nwhile t() < {}: pass\n"
-"""A program that uses so many seconds of processor time."""
 
 
 def python(program: str) -> Launch:
@@ -49,25 +43,6 @@ def test_both_sides_get_the_same_model_and_rows_for_the_long_tailed_task(tmp_pat
     assert all(len(ids) == trl.PROMPT_TOKENS and min(ids) >= 4 for ids in prompts)
 
 
-def test_figures_leave_the_first_steps_out(tmp_path: Path):
-    # The first step ends 20 s after the command, and takes long.
-    steps = [Step(1020.0, 9.0, 300.0, 0.5)]
-    steps += [Step(1020.0 + i, seconds, 100.0, 0.5) for i, seconds in enumerate((1.0, 2.0, 3.0))]
-    with ProcessTree(psutil.Process().pid) as tree:
-        pass
-    figures = trl.summarize_steps(1000.0, steps, 1, tree)
-    assert (figures["start_s"], figures["step_s"], figures["step_s_mean"]) == (20.0, 2.0, 2.0)
-    assert figures["tokens_per_s"] == 50.0
-
-
-def test_ratios_are_ours_over_trls_round_by_round():
-    names = ("step_s", "step_s_mean", "tokens_per_s", "start_s", "cpu_step_s")
-    peer = dict.fromkeys((*names, "peak_rss_mb", "peak_pss_mb"), 4.0)
-    ours = {**dict.fromkeys(peer, 2.0), "tokens_per_s": 8.0}
-    result = trl.compute_ratios(ours, peer)
-    assert (result["step_s"], result["tokens_per_s"]) == (0.5, 2.0)
-
-
 @pytest.mark.parametrize(
     ("program", "message"),
     [
@@ -91,25 +66,3 @@ def test_a_failure_of_either_side_is_one_line(
     captured = capsys.readouterr()
     assert (exit_info.value.code, captured.out) == (1, "")
     assert captured.err.splitlines()[-1] == "trl: long_tailed: streamrl: exit code 1: no room"
-
-
-@pytest.fixture
-def working_tree() -> Iterator[subprocess.Popen[str]]:
-    """A process that prints a line after half a second of work, as its child's, and stays."""
-    child = f"subprocess.run([sys.executable, '-c', {WORKS.format(0.5)!r}])"
-    program = f"import subprocess, sys\n{child}\n{WORKS.format(0.5)}"
-    program += "print('done', flush=True)\nsys.stdin.read()\n"
-    command, pipe = [sys.executable, "-c", program], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        yield process
-        process.kill()
-
-
-def test_a_process_tree_counts_memory_and_processor_time(working_tree: subprocess.Popen[str]):
-    assert working_tree.stdout is not None
-    with ProcessTree(working_tree.pid) as tree:
-        assert working_tree.stdout.readline() == "done\n"
-    spent = psutil.Process(working_tree.pid).cpu_times()
-    # Counted from the first sample on, which may be late.
-    assert 0 < tree.cpu_s(0.0, 2e9) <= spent.user + spent.system + spent.children_user + 1.0
-    assert 0 < tree.usage.rss_mb < 1000

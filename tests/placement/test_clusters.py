@@ -15,17 +15,6 @@ def test_cluster_fills_nodes_of_the_usual_size():
     assert Cluster.from_text("4xH100").num_nodes == 1
 
 
-def test_cluster_numbers_devices_in_order_of_node_groups():
-    cluster = Cluster.from_text("2x8xA100@200Gb,8xV100")
-    assert cluster.num_devices == 24
-    expected = ["A100", "A100", "V100"]
-    assert [cluster.find_node_group(device).device.name for device in (0, 15, 16)] == expected
-    assert cluster.find_node_group(0).node_bytes_per_s == 25e9
-    assert cluster.find_node_group(16).node_bytes_per_s == DEVICES["V100"].network_bytes_per_s
-    assert [cluster.find_node(device) for device in (8, 15, 16, 23)] == [1, 1, 2, 2]
-    assert not cluster.is_uniform
-
-
 @given(
     st.lists(
         st.builds(

@@ -31,13 +31,6 @@ def test_mean_longest_and_limit_match_samples(lengths: LengthDistribution):
     assert lengths.expected_longest(64) == pytest.approx(longest, rel=0.1)
 
 
-def test_workload_counts_rollouts_updates_and_tokens():
-    workload = Workload(32, 8, 100.0, make_fixed_lengths(50), epochs=2, mini_batches=4)
-    assert workload.num_rollouts == 256
-    assert workload.num_updates == 8
-    assert workload.num_tokens == 256 * 150
-
-
 def test_impossible_lengths_are_refused():
     with pytest.raises(ConfigError, match="sigma above 0"):
         LognormalLengths(10, 0, 100)

@@ -197,10 +197,11 @@ class CostModel:
     def _compute_misfit(self, stage: str, assignment: CallAssignment) -> str:
         """Return why a stage cannot run on its rank grid; empty if it can.
 
-        A dimension of the model does not divide, replicas outnumber rollouts, or streamrl does not
-        split a model so.
+        A dimension of the model does not divide, replicas outnumber rollouts, or the settings of
+        the run's trainer forbid it.
         """
         grid, workload = assignment.grid, self._call_workload(stage)
+        call = self._call_by_stage[stage]
         try:
             count_stage_params(
                 self._get_model_shape(stage), grid.pp_size, grid.tp_size, assignment.ep_size
@@ -208,26 +209,15 @@ class CostModel:
         except ValueError as error:
             return f"{stage} as {grid}: {error}"
         rollouts = workload.num_rollouts
-        if self._call_by_stage[stage].kind is CallKind.TRAIN:
+        if call.kind is CallKind.TRAIN:
             rollouts //= workload.mini_batches
         if grid.dp_size > rollouts:
             return f"{stage} as {grid}: {grid.dp_size} replicas for {rollouts} rollouts"
-        why = self._explain_unsupported_split(stage, assignment)
-        return why and f"{stage} as {grid}: {why}"
-
-    def _explain_unsupported_split(self, stage: str, assignment: CallAssignment) -> str:
-        run, call, grid = self.problem.run_memory, self._call_by_stage[stage], assignment.grid
-        if run is None:
-            return ""
-        if grid.pp_size > 1:
-            return "streamrl does not split layers over pipeline stages"
-        if assignment.ep_size > grid.tp_size:
-            return "streamrl splits experts only over tensor-parallel ranks"
-        if call.kind is CallKind.TRAIN:
+        if (run := self.problem.run_memory) is not None and call.kind is CallKind.TRAIN:
             try:
                 _size_trainer(run.trainers[call.role], assignment)
             except ConfigError as error:
-                return str(error)
+                return f"{stage} as {grid}: {error}"
         return ""
 
     def _get_model_shape(self, stage: str) -> ModelShape:

@@ -7,7 +7,7 @@ from functools import cached_property
 from statistics import fmean
 
 from streamrl.buffer.run_log import LedgerCounts
-from streamrl.dataflow import CallKind, Dataflow
+from streamrl.dataflow import Dataflow
 from streamrl.stream.protocols import StepResult
 from streamrl.stream.step_metrics import StageActivity
 from streamrl.telemetry.spans import Span, compute_idle_fraction
@@ -136,17 +136,3 @@ class SimulationResult:
                     kind, role, len(self.process_names[role]), stage_spans
                 )
         return activity
-
-
-def name_processes(dataflow: Dataflow, counts: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return process names by role: a name per replica, and a single name for a trained model.
-
-    counts: number of replicas by role.
-    """
-    names = {}
-    for role, calls in dataflow.calls_by_role.items():
-        if calls[0].kind is CallKind.TRAIN:
-            names[role] = [role]
-        else:
-            names[role] = [f"{role}-{i}" for i in range(counts[role])]
-    return names

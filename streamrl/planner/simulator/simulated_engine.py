@@ -88,8 +88,6 @@ class SimulatedEngine(Generic[K]):
         self.decode_steps = 0
         self.resident_tokens = 0.0
         """Tokens in the KV cache."""
-        self.num_preempted = 0
-        """Number of preempted rollouts so far."""
         self._running: list[_RunningRollout[K]] = []
         self._waiting: deque[_WaitingRollout[K]] = deque()
         self._finished_groups: deque[tuple[float, RunningGroup[K]]] = deque()
@@ -374,7 +372,6 @@ class SimulatedEngine(Generic[K]):
             self.resident_tokens -= context
             group.num_waiting += 1
             self._waiting.appendleft((group, context, end - self.decode_steps))
-            self.num_preempted += 1
             self._plan = None
 
 

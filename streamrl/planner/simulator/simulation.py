@@ -7,8 +7,8 @@ arbiter. Computation and transfers are replaced by timers.
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -39,7 +39,7 @@ from streamrl.planner.simulator.replicas import (
     SimulationContext,
     publish_reference,
 )
-from streamrl.planner.simulator.results import SimulationResult, name_processes
+from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulated_prompts import CompletionLengths, SimulatedPrompts
 from streamrl.planner.simulator.simulated_queue import SimulatedQueue
 from streamrl.planner.simulator.virtual_loop import run_virtual
@@ -49,86 +49,6 @@ from streamrl.stream.run_state import PipelineConfig, RunState
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
-
-
-@dataclass(frozen=True)
-class SimulationScenario:
-    """Inputs of a simulation: run, placement, timings, number of steps and seed."""
-
-    dataflow: Dataflow
-    placement: Placement
-    timings: StageTimings
-    workload: Workload
-    steps: int
-    seed: int
-    run_options: RunOptions
-
-    @property
-    def pace(self) -> UpdatePlan:
-        """When a step's micro-batches may start, and how many updates and epochs the step has.
-
-        A step waits for all its groups if a call needs the whole step or if it has several updates.
-        """
-        workload = self.workload
-        has_several_updates = workload.num_updates > 1
-        waits_for_step = has_several_updates or workload.requires_whole_step
-        return UpdatePlan(
-            waits_for_step, workload.epochs, min(workload.mini_batches, workload.groups_per_step)
-        )
-
-    @property
-    def pipeline_config(self) -> PipelineConfig:
-        """Section `pipeline` of the simulated run's config.
-
-        `stall_s` is infinite because virtual time can jump.
-        """
-        return PipelineConfig(
-            max_staleness=self.placement.max_staleness,
-            depth=self.run_options.depth,
-            on_stale=self.run_options.on_stale,
-            groups_per_step=self.workload.groups_per_step,
-            micro_batch_tokens=self.workload.micro_batch_tokens,
-            stall_s=math.inf,
-        )
-
-    @property
-    def reference_config(self) -> ReferenceConfig:
-        return ReferenceConfig(every=self.run_options.reference_every)
-
-    @property
-    def replica_counts(self) -> dict[str, int]:
-        timings = self.timings
-        counts = {}
-        for role, calls in self.dataflow.calls_by_role.items():
-            if calls[0].kind is CallKind.GENERATE:
-                counts[role] = timings.generator.replicas
-            elif calls[0].kind is CallKind.SCORE:
-                counts[role] = timings.score[calls[0].stage].replicas
-        return counts
-
-    def estimate_publish_s(self, role: str) -> float:
-        followers = [call.stage for call in self.dataflow.calls if call.followed_role == role]
-        weights = self.timings.weights
-        return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
-
-    def is_publish_due(self, role: str, version: int) -> bool:
-        """Return whether a role's version is published; the version of the last step always is."""
-        return is_publish_due(
-            role,
-            version,
-            every=self.run_options.publish_every,
-            reference=self.reference_config,
-            forced=version == self.steps,
-        )
-
-    @property
-    def is_colocated(self) -> bool:
-        calls = self.placement.assignments
-        trained = [
-            call for call in self.dataflow.select_calls(CallKind.TRAIN) if call.role == POLICY
-        ]
-        stages = (GENERATE_CALL.stage, *(call.stage for call in trained))
-        return len({calls[stage].mesh if stage in calls else None for stage in stages}) == 1
 
 
 class SimulatedRunLog(RunLog):
@@ -145,72 +65,139 @@ class SimulatedRunLog(RunLog):
             self.ledger.mark_trained(group.uid)
 
 
+@dataclass
 class SimulatedRun:
-    """A simulated run of a scenario.
+    """A simulated run of `steps` steps.
 
     on_step: called when a step has ended.
     """
 
-    def __init__(self, scenario: SimulationScenario, on_step: Callable[[], None]) -> None:
-        """Prepare the run; requires a running event loop."""
-        self.scenario = scenario
-        self._on_step = on_step
-        self.outcomes: list[StepResult] = []
-        self.step_ends: list[float] = []
-        dataflow, timings = scenario.dataflow, scenario.timings
-        self.process_names = name_processes(dataflow, scenario.replica_counts)
-        self.queue = SimulatedQueue(
-            dataflow,
-            hop_s=timings.hop_s,
-        )
-        self.context = SimulationContext(
-            timings,
-            self.queue,
-            DeviceLeases(dataflow, scenario.placement, slice_s=scenario.run_options.slice_s),
-            CompletionLengths(scenario.workload, scenario.seed),
-            {},
-            scenario.reference_config,
-            {},
-        )
-        self._clock = asyncio.get_running_loop()
+    dataflow: Dataflow
+    placement: Placement
+    timings: StageTimings
+    workload: Workload
+    steps: int
+    seed: int
+    run_options: RunOptions
+    on_step: Callable[[], None]
+    outcomes: list[StepResult] = field(default_factory=list)
+    step_ends: list[float] = field(default_factory=list)
 
-    async def run(self) -> None:
-        """Start trainers, replicas and control loops; return once the last step has ended."""
-        scenario = self.scenario
-        lease = self.context.leases.make_lease(POLICY, TRAINER_PHASE) or DedicatedDeviceLease()
-        trainers = self._make_trainers()
+    def __post_init__(self) -> None:
+        self._reference = ReferenceConfig(every=self.run_options.reference_every)
+        # `stall_s` is infinite because virtual time can jump.
+        self._config = PipelineConfig(
+            max_staleness=self.placement.max_staleness,
+            depth=self.run_options.depth,
+            on_stale=self.run_options.on_stale,
+            groups_per_step=self.workload.groups_per_step,
+            micro_batch_tokens=self.workload.micro_batch_tokens,
+            stall_s=math.inf,
+        )
+
+    async def play(self) -> SimulationResult:
+        """Start trainers, replicas and control loops; return the result after the last step.
+
+        The first and the last steps are left out of the means.
+        """
+        context = SimulationContext(
+            self.timings,
+            SimulatedQueue(self.dataflow, hop_s=self.timings.hop_s),
+            DeviceLeases(self.dataflow, self.placement, slice_s=self.run_options.slice_s),
+            CompletionLengths(self.workload, self.seed),
+            {},
+            self._reference,
+            {},
+        )
+        process_names = self._name_processes()
+        lease = context.leases.make_lease(POLICY, TRAINER_PHASE) or DedicatedDeviceLease()
+        trainers = self._make_trainers(context)
         sources: dict[str, PublishFunction] = {
             role: trainer.publish_weights for role, trainer in trainers.items()
         }
-        if any(call.followed_role == EMA_REFERENCE for call in scenario.dataflow.calls):
-            publish_s = scenario.estimate_publish_s(EMA_REFERENCE)
+        if any(call.followed_role == EMA_REFERENCE for call in self.dataflow.calls):
+            publish_s = self._estimate_publish_s(EMA_REFERENCE)
             sources[EMA_REFERENCE] = partial(publish_reference, publish_s)
         registries = {role: SimulatedWeightRegistry() for role in sources}
-        self.context.registries = registries
+        context.registries = registries
         # Colocated generators read weights in the trainer's process: publishing needs no lease.
-        lease_to_read = None if scenario.is_colocated else lease
-        control = self._make_control(
-            WeightPublisher(sources, registries, due=scenario.is_publish_due, lease=lease_to_read)
+        lease_to_read = None if self._is_colocated else lease
+        publisher = WeightPublisher(
+            sources, registries, due=self._is_publish_due, lease=lease_to_read
         )
         for registry in registries.values():
             registry.add_manifest(WeightManifest(0, (), ()))
-        self._start_replicas(trainers)
-        await self._train(control, trainers, lease)
+        self._start_replicas(context, process_names)
+        await self._train(self._make_control(publisher), trainers, context.queue, lease)
+        result = SimulationResult(
+            dataflow=self.dataflow,
+            outcomes=self.outcomes,
+            step_ends=self.step_ends,
+            spans_by_process={
+                process: recorder.list_spans() for process, recorder in context.recorders.items()
+            },
+            process_names=process_names,
+            warm_up_steps=0,
+        )
+        lead = self._config.max_steps_ahead
+        counted_steps = self.steps - (lead + 1 + self.steps // 10) - lead
+        return result.exclude_steps(
+            self.steps - lead - self.run_options.round_to_publish_every(counted_steps), lead
+        )
 
-    def _start_replicas(self, trainers: Mapping[str, SimulatedTrainer]) -> None:
-        pool = GeneratorPool(GENERATE_CALL.role, self.context)
-        for role, names in self.process_names.items():
-            calls = self.scenario.dataflow.calls_by_role[role]
-            for name in names if role not in trainers else ():
+    def _name_processes(self) -> dict[str, list[str]]:
+        """Return process names by role: one per replica, and a single one of a trained model."""
+        names = {}
+        for role, calls in self.dataflow.calls_by_role.items():
+            match calls[0].kind:
+                case CallKind.TRAIN:
+                    names[role] = [role]
+                    continue
+                case CallKind.GENERATE:
+                    replicas = self.timings.generator.replicas
+                case CallKind.SCORE:
+                    replicas = self.timings.score[calls[0].stage].replicas
+            names[role] = [f"{role}-{i}" for i in range(replicas)]
+        return names
+
+    def _estimate_publish_s(self, role: str) -> float:
+        followers = [call.stage for call in self.dataflow.calls if call.followed_role == role]
+        weights = self.timings.weights
+        return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
+
+    def _is_publish_due(self, role: str, version: int) -> bool:
+        """Return whether a role's version is published; the version of the last step always is."""
+        return is_publish_due(
+            role,
+            version,
+            every=self.run_options.publish_every,
+            reference=self._reference,
+            forced=version == self.steps,
+        )
+
+    @property
+    def _is_colocated(self) -> bool:
+        calls = self.placement.assignments
+        trained = [
+            call for call in self.dataflow.select_calls(CallKind.TRAIN) if call.role == POLICY
+        ]
+        stages = (GENERATE_CALL.stage, *(call.stage for call in trained))
+        return len({calls[stage].mesh if stage in calls else None for stage in stages}) == 1
+
+    def _start_replicas(
+        self, context: SimulationContext, process_names: Mapping[str, Sequence[str]]
+    ) -> None:
+        pool = GeneratorPool(GENERATE_CALL.role, context)
+        for role, calls in self.dataflow.calls_by_role.items():
+            for name in process_names[role]:
                 if calls[0].kind is CallKind.GENERATE:
-                    SimulatedGenerator(name, calls, self.context, pool).start()
-                else:
-                    SimulatedScorer(name, calls, self.context).start()
+                    SimulatedGenerator(name, calls, context, pool).start()
+                elif calls[0].kind is CallKind.SCORE:
+                    SimulatedScorer(name, calls, context).start()
 
     def _make_control(self, publisher: WeightPublisher) -> RunState:
-        scenario, run_log = self.scenario, SimulatedRunLog(self.scenario.timings.step_s)
-        config, per_step = scenario.pipeline_config, scenario.workload.groups_per_step
-        factor = scenario.run_options.oversample
+        run_log, config = SimulatedRunLog(self.timings.step_s), self._config
+        per_step, factor = config.groups_per_step, self.run_options.oversample
         oversampling = OversamplingController(factor, groups_per_step=per_step)
         max_oversampling = MAX_FACTOR if factor is None else factor
         admission = AdmissionController(
@@ -218,7 +205,7 @@ class SimulatedRun:
             depth=config.max_steps_ahead,
             groups_per_step=per_step,
             capacity_groups=math.ceil(max_oversampling * (config.max_steps_ahead + 1) * per_step),
-            total_groups=scenario.steps * per_step,
+            total_groups=self.steps * per_step,
             version=0,
             oversampling=oversampling,
         )
@@ -234,30 +221,35 @@ class SimulatedRun:
             admission, assembler, run_log, publisher, adaptive_params, SimulatedPrompts()
         )
 
-    def _make_trainers(self) -> dict[str, SimulatedTrainer]:
-        scenario, context = self.scenario, self.context
-        locks = self._make_device_locks()
+    def _make_trainers(self, context: SimulationContext) -> dict[str, SimulatedTrainer]:
+        workload, locks = self.workload, self._make_device_locks()
+        # A step waits for all its groups if a call needs the whole step or if it has several
+        # updates.
+        update_plan = UpdatePlan(
+            workload.num_updates > 1 or workload.requires_whole_step,
+            workload.epochs,
+            min(workload.mini_batches, workload.groups_per_step),
+        )
         return {
             call.role: SimulatedTrainer(
-                scenario.timings.train[call.role],
-                scenario.pace,
-                publish_s=scenario.estimate_publish_s(call.role),
+                self.timings.train[call.role],
+                update_plan,
+                publish_s=self._estimate_publish_s(call.role),
                 completions=context.completions,
                 recorder=context.get_recorder(call.role),
                 devices=locks.get(call.role),
             )
-            for call in scenario.dataflow.select_calls(CallKind.TRAIN)
+            for call in self.dataflow.select_calls(CallKind.TRAIN)
         }
 
     def _make_device_locks(self) -> Mapping[str, asyncio.Lock]:
         """Return a lock by trained role; trained models whose devices overlap share a lock."""
-        calls = self.scenario.dataflow.select_calls(CallKind.TRAIN)
-        placement = self.scenario.placement
+        calls = self.dataflow.select_calls(CallKind.TRAIN)
         locks: dict[str, asyncio.Lock] = {}
         for i, call in enumerate(calls):
             lock = locks.setdefault(call.role, asyncio.Lock())
             for other in calls[:i]:
-                if placement.overlaps(call.stage, other.stage):
+                if self.placement.overlaps(call.stage, other.stage):
                     other_lock = locks[other.role]
                     locks = {
                         role: lock if held_lock is other_lock else held_lock
@@ -266,29 +258,31 @@ class SimulatedRun:
         return locks
 
     async def _train(
-        self, control: RunState, trainers: Mapping[str, SimulatedTrainer], lease: DeviceLease
+        self,
+        control: RunState,
+        trainers: Mapping[str, SimulatedTrainer],
+        simulated_queue: SimulatedQueue,
+        lease: DeviceLease,
     ) -> None:
-        queue = cast(ExperienceQueue, self.queue)
-        stage = next(
-            c.stage for c in self.scenario.dataflow.queue_calls if c.kind is CallKind.TRAIN
-        )
-        recorder = SpanRecorder("train-loop", self._clock.time)
+        queue, clock = cast(ExperienceQueue, simulated_queue), asyncio.get_running_loop().time
+        stage = next(c.stage for c in self.dataflow.queue_calls if c.kind is CallKind.TRAIN)
+
+        async def record_outcome(outcome: StepResult) -> None:
+            self.outcomes.append(outcome)
+            self.step_ends.append(clock())
+            self.on_step()
+
         admission = asyncio.create_task(admit_prompts(control, queue, wait_s=math.inf))
         try:
             await train_policy(
-                StageContext(stage, queue, lease, recorder),
+                StageContext(stage, queue, lease, SpanRecorder("train-loop", clock)),
                 control,
                 trainers,
-                self.scenario.pipeline_config,
-                report=self._record_outcome,
+                self._config,
+                report=record_outcome,
             )
         finally:
             admission.cancel()
-
-    async def _record_outcome(self, outcome: StepResult) -> None:
-        self.outcomes.append(outcome)
-        self.step_ends.append(self._clock.time())
-        self._on_step()
 
 
 def run_simulation(  # noqa: PLR0913
@@ -319,9 +313,9 @@ def run_simulation(  # noqa: PLR0913
             f"publish_every={run_options.publish_every}: must be at most {lead + 1}: generation"
             f" runs {lead} steps ahead and would wait forever for an unpublished version"
         )
-    scenario = SimulationScenario(dataflow, placement, timings, workload, steps, seed, run_options)
+    run = SimulatedRun(dataflow, placement, timings, workload, steps, seed, run_options, on_step)
     with pause_gc():
-        return run_virtual(_simulate_scenario(scenario, on_step), polls=False)
+        return run_virtual(run.play(), polls=False)
 
 
 def check_workload(workload: Workload, timings: StageTimings) -> None:
@@ -333,27 +327,3 @@ def check_workload(workload: Workload, timings: StageTimings) -> None:
             f"timings.generator.kv_tokens={timings.generator.kv_tokens:g}: must be at least"
             f" {longest}, the tokens of a prompt and its longest completion"
         )
-
-
-async def _simulate_scenario(
-    scenario: SimulationScenario, on_step: Callable[[], None]
-) -> SimulationResult:
-    """Run a scenario on this event loop; exclude the first and last steps from the means."""
-    run = SimulatedRun(scenario, on_step)
-    await run.run()
-    lead = scenario.pipeline_config.max_steps_ahead
-    result = SimulationResult(
-        dataflow=scenario.dataflow,
-        outcomes=run.outcomes,
-        step_ends=run.step_ends,
-        spans_by_process={
-            process: recorder.list_spans() for process, recorder in run.context.recorders.items()
-        },
-        process_names=run.process_names,
-        warm_up_steps=0,
-    )
-    warm_up = lead + 1 + scenario.steps // 10
-    counted_steps = scenario.steps - warm_up - lead
-    return result.exclude_steps(
-        scenario.steps - lead - scenario.run_options.round_to_publish_every(counted_steps), lead
-    )

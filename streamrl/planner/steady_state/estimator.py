@@ -136,11 +136,11 @@ class PlacementEstimator:
         scheduler = ListScheduler(
             jobs.build_jobs(make_job(jobs, generation)), jobs.overlaps, jobs.stopping_meshes
         )
-        schedule = scheduler.run(window=window, max_steps=6 * window + 5)
+        period_s = scheduler.run(window=window, max_steps=6 * window + 5)
         if placement.max_staleness:
             # Steps without a common period get the mean period, which may be too short.
-            return max(schedule.period_s, self._find_max_busy_s(placement))
-        return schedule.period_s
+            return max(period_s, self._find_max_busy_s(placement))
+        return period_s
 
 
 def make_placement_key(placement: Placement) -> PlacementKey:

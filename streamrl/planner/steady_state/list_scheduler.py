@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from streamrl.planner.steady_state.overlapping_steps import (
     CompletionEvent,
@@ -82,18 +82,6 @@ class StepJob:
 
     def takes_time(self, step: int) -> bool:
         return not (step - self.first_step) % self.step_interval
-
-
-@dataclass
-class UnrolledSchedule:
-    """Simulated schedule of consecutive steps.
-
-    period_s: mean time of the last steps.
-    ends_s: end of each step.
-    """
-
-    period_s: float = 0.0
-    ends_s: list[float] = field(default_factory=list)
 
 
 _Dependents = list[tuple[int, int, float]]
@@ -208,7 +196,8 @@ class ListScheduler:
         self._ready_heap: list[tuple[float, int, int]] = []
         self._parts_left: list[int] = []
         self._step_ends_s = [0.0]
-        self._schedule = UnrolledSchedule()
+        self._period_s = 0.0
+        self._ends_s: list[float] = []
         self._generation: OverlappedGeneration | None = None
         self._blocking_meshes: set[int] = set()
         for j, job in enumerate(jobs):
@@ -216,19 +205,19 @@ class ListScheduler:
                 self._generation, self._generation_job = OverlappedGeneration(job.profile), j
                 self._blocking_meshes = {*self._exclusive_meshes[j], *stops}
 
-    def run(self, *, window: int, max_steps: int) -> UnrolledSchedule:
-        """Simulate until step times repeat, or `max_steps` steps have ended.
+    def run(self, *, window: int, max_steps: int) -> float:
+        """Simulate until step times repeat, or `max_steps` steps have ended; return the step time.
 
         window: steps that may be in flight.
         """
-        schedule, num_checked = self._schedule, 0
+        num_checked = 0
         self._open_steps(self._part_graph.max_lag)
-        while len(schedule.ends_s) < max_steps and self._run_next():
-            if len(schedule.ends_s) > num_checked:
-                num_checked = len(schedule.ends_s)
+        while len(self._ends_s) < max_steps and self._run_next():
+            if len(self._ends_s) > num_checked:
+                num_checked = len(self._ends_s)
                 if self._is_periodic(window) if self._generation else self._is_settled(window):
                     break
-        return schedule
+        return self._period_s
 
     def _run_next(self) -> bool:
         heap = self._ready_heap
@@ -261,25 +250,22 @@ class ListScheduler:
             self._finish_part(step, at)
 
     def _finish_part(self, step: int, at: float) -> None:
-        ended, schedule = self._step_ends_s, self._schedule
+        ended = self._step_ends_s
         if step >= len(ended):
             ended += [0.0] * (step + 1 - len(ended))
         ended[step] = max(ended[step], at)
         self._parts_left[step] -= 1
-        while (
-            len(schedule.ends_s) < len(self._parts_left)
-            and not self._parts_left[len(schedule.ends_s)]
-        ):
-            schedule.ends_s.append(ended[len(schedule.ends_s)])
+        while (count := len(self._ends_s)) < len(self._parts_left) and not self._parts_left[count]:
+            self._ends_s.append(ended[count])
 
     def _is_periodic(self, window: int) -> bool:
         """Return whether consecutive windows of steps took equally long; update the period.
 
         Steps that start together may keep different lengths, so only windows are comparable.
         """
-        ends = self._schedule.ends_s
+        ends = self._ends_s
         num_steps = 2 * window if len(ends) > 2 * window + 1 else max(1, len(ends) // 2)
-        self._schedule.period_s = (
+        self._period_s = (
             (ends[-1] - ends[-1 - num_steps]) / num_steps if len(ends) > num_steps else ends[-1]
         )
         if len(ends) <= 4 * window:
@@ -290,10 +276,9 @@ class ListScheduler:
 
     def _is_settled(self, window: int) -> bool:
         """Return whether step times repeat after at most `window` + 1 steps; update the period."""
-        schedule = self._schedule
-        step_times = [late - early for early, late in itertools.pairwise(schedule.ends_s)]
+        step_times = [late - early for early, late in itertools.pairwise(self._ends_s)]
         half = step_times[len(step_times) // 2 :]
-        schedule.period_s = sum(half) / len(half) if half else schedule.ends_s[-1]
+        self._period_s = sum(half) / len(half) if half else self._ends_s[-1]
         for cycle in range(1, window + 2):
             count = max(cycle, min(MIN_EQUAL_STEPS, window))
             # The first steps start without waiting for a version, so they do not count.
@@ -303,7 +288,7 @@ class ListScheduler:
                 abs(step_times[-k] - step_times[-k - cycle]) <= PERIOD_TOLERANCE * step_times[-k]
                 for k in range(1, count + 1)
             ):
-                schedule.period_s = sum(step_times[-cycle:]) / cycle
+                self._period_s = sum(step_times[-cycle:]) / cycle
                 return True
         return False
 

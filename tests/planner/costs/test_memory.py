@@ -53,21 +53,10 @@ def test_training_memory_follows_the_micro_batch_limit():
     assert batch_bytes[2] / batch_bytes[0] == pytest.approx(2, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("grid", "experts", "lora_rank", "message"),
-    [
-        ("2-1-4", 1, 0, "train as 2-1-4: streamrl does not split layers over pipeline stages"),
-        ("1-1-8", 8, 0, "train as 1-1-8: streamrl splits experts only over tensor-parallel ranks"),
-        ("1-2-4", 1, 8, "train as 1-2-4: trainer.tensor_parallel=2: does not"),
-    ],
-)
-def test_splits_that_streamrl_does_not_train_are_infeasible(
-    grid: str, experts: int, lora_rank: int, message: str
-):
-    shape = MODEL_SHAPES["qwen3-30b-a3b"]
-    run = RunMemory({"policy": TrainerConfig(lora_rank=lora_rank)})
-    costs = CostModel(make_problem(run_memory=run, models={"policy": shape, "reference": shape}))
-    train = make_assignment(grid, zero_stage=3, experts=experts)
+def test_splits_that_the_trainer_of_the_run_refuses_are_infeasible():
+    costs = CostModel(make_problem(run_memory=RunMemory({"policy": TrainerConfig(lora_rank=8)})))
+    train = make_assignment("1-2-4")
+    message = "train as 1-2-4: trainer.tensor_parallel=2: does not"
     assert costs.explain_infeasible(Placement({"train": train})).startswith(message)
     assert costs.call_duration_s("train", train) == float("inf")
 

@@ -1,4 +1,4 @@
-"""Plans: close to the optimum, deterministic, with reasons for every loser."""
+"""Plans: close to the optimum, deterministic, with reasons for every loser; parts of a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +12,7 @@ from streamrl.planner.problem.problem import PlacementProblem, RunOptions
 from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.planner import (
     ExcludedBound,
+    iter_sub_problems,
     plan_placement,
 )
 from streamrl.resharding.grids import RankGrid
@@ -125,3 +126,32 @@ def test_guideline_interleaves_scorers_on_few_nodes():
     assert roles is not None
     assert roles["policy"].mesh.size == 16
     assert not roles["reference"].mesh.overlaps(roles["reward"].mesh)
+
+
+@pytest.mark.parametrize("cluster", ["8xA100,1xV100", "8xV100,8xA100"])
+def test_additional_slower_nodes_never_slow_the_plan(cluster: str):
+    small_plan, large_plan = (
+        plan_placement(
+            grpo(text, "llama-7b", LONG_TAILED), CostModel, max_staleness=(0, 1), proposals=100
+        )
+        for text in ("8xA100", cluster)
+    )
+    assert small_plan.best is not None and large_plan.best is not None
+    assert large_plan.best.step_s <= small_plan.best.step_s * 1.001
+
+
+def shrink_step(problem: PlacementProblem, groups: int, group_size: int) -> PlacementProblem:
+    workload = replace(problem.workload, groups_per_step=groups, group_size=group_size)
+    return replace(problem, workload=workload)
+
+
+def test_plan_exists_with_more_devices_than_rollouts():
+    problem = shrink_step(grpo("64xA100", "llama-7b"), 8, 1)
+    assert plan_placement(problem, CostModel, proposals=60).best is not None
+
+
+def test_sub_problems_are_node_groups_limited_by_rollouts():
+    problem = shrink_step(grpo("4xA100,8x8xV100", "llama-7b"), 4, 4)
+    parts = [(first, str(part.cluster)) for first, part in iter_sub_problems(problem)]
+    assert parts == [(0, "4xA100"), (4, "2x8xV100")]
+    assert list(iter_sub_problems(grpo("8x8xA100", "llama-7b"))) == []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
+from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.dataflow import CRITIC, POLICY, Dataflow
 from streamrl.messages import (
     Array,
@@ -25,14 +25,14 @@ from streamrl.pipeline import hold_devices_per_group
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.stage_timings import StageTimings, WeightsTiming
 from streamrl.planner.problem.workload import Workload
-from streamrl.planner.simulator.replicas import DeviceLeases
+from streamrl.planner.simulator.replicas import DeviceLeases, ProcessRecorder, SimulatedTrainer
 from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 from streamrl.planner.simulator.simulated_prompts import CompletionLengths
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageContext
 from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult
-from streamrl.weights import WeightLoadStats, WeightManifest
+from streamrl.weights import WeightLoadStats
 from tests import fake_stream
 from tests.fake_stream import Stream, dataflow_of, run_stream
 from tests.fakes import Plan
@@ -256,42 +256,19 @@ class TimedScorer:
         ]
 
 
-class Rank:
-    """Trainer whose rounds take as long as their largest micro-batch."""
+class Rank(SimulatedTrainer):
+    """The simulator's trainer, which the real loops drive in the simulator, too."""
 
     def __init__(self, case: AgreementCase, role: str, completions: CompletionLengths) -> None:
-        self._timing = case.timings.train[role]
-        self._case = case
-        self._role = role
-        self._completions = completions
-        self.dp_size = self._timing.dp_size
-        self.update_plan = case.pace
+        publish_s = case.weights("generate" if role == POLICY else "value").publish_s
+        super().__init__(
+            case.timings.train[role],
+            case.pace,
+            publish_s=publish_s,
+            completions=completions,
+            recorder=ProcessRecorder(role),
+        )
         self.version = self.weights = 0
 
-    def begin_step(self, version: int, dials: Mapping[str, float]) -> None:
+    def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
         self.version = version
-
-    def is_frozen(self, version: int) -> bool:
-        return False
-
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        stage = "generate" if self._role == POLICY else "value"
-        await asyncio.sleep(self._case.weights(stage).publish_s)
-        return WeightManifest(version, (), ())
-
-    async def plan_step(self, uids: Sequence[str], turns: Sequence[ScheduledRound]) -> None:
-        await asyncio.sleep(self._timing.step_s)
-
-    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        tokens = [
-            sum(PROMPT_TOKENS + self._completions.get_lengths(uid)[i] for uid, i in picks)
-            for picks in work
-        ]
-        await asyncio.sleep(
-            max(self._timing.micro_batch_s + self._timing.token_s * n for n in tokens if n)
-        )
-        return {}
-
-    async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        await asyncio.sleep(self._timing.update_s)
-        return {}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,7 @@ from streamrl.planner.problem.stage_timings import (
 )
 from streamrl.planner.problem.workload import LognormalLengths, Workload, make_fixed_lengths
 from streamrl.planner.steady_state.estimator import PlacementEstimator
+from streamrl.planner.steady_state.jobs import CallGraph, JobGraph, make_ahead_job
 from streamrl.planner.steady_state.list_scheduler import JobDependency
 from streamrl.resharding.grids import RankGrid
 from tests.planner.notations import parse_mesh
@@ -104,8 +106,37 @@ def estimate_step_s(
     return estimate_placement(make_problem(dataflow), placement, FixedCosts(timings)).step_s
 
 
-def test_colocated_calls_run_in_turn():
-    assert estimate_step_s(COLOCATED) == pytest.approx(10 + 3 + 5)
+IN_SETS = Placement(
+    assign_meshes(generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7"),
+    is_streamed=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes", "dataflow", "step_s"),
+    [
+        (COLOCATED, {}, GRPO, 10 + 3 + 5),
+        (separate(), {}, GRPO, 10 + 3 + 5),
+        # One step ahead takes the slower part: generation, or scoring and training.
+        (separate(1), {"generator": replace(GENERATOR, max_running=8)}, GRPO, 10),
+        (separate(1), {"train": {"policy": TrainTiming(1, 12.0, 0.0, 1.0)}}, GRPO, 3 + 13),
+        # Critic and reference score; the critic's devices are free first, and wait for the
+        # reference.
+        (IN_SETS, {}, PPO, 10 + 3 + 5),
+        # A version pauses its follower, which waits for the publication.
+        (
+            separate(),
+            {"weights": {"generate": WeightsTiming(1.0, 2.0, 0.5)}},
+            GRPO,
+            10 + 3 + 5 + 1 + 2,
+        ),
+    ],
+)
+def test_a_step_by_hand(
+    placement: Placement, changes: dict[str, Any], dataflow: Dataflow, step_s: float
+):
+    timings = replace(TIMINGS, **changes)
+    assert estimate_step_s(placement, timings, dataflow) == pytest.approx(step_s)
 
 
 def test_steps_between_two_published_versions_wait_for_the_same_version():
@@ -133,27 +164,6 @@ def test_dependency_finds_the_first_published_version_within_the_bound(lag: int,
         assert step - lag < version <= step - lag + interval
 
 
-def test_whole_steps_on_policy_run_in_turn():
-    assert estimate_step_s(separate()) == pytest.approx(10 + 3 + 5)
-
-
-def test_one_step_ahead_takes_the_slower_part():
-    placement = separate(1)
-    fast = replace(TIMINGS, generator=replace(GENERATOR, max_running=8))
-    assert estimate_step_s(placement, fast) == pytest.approx(10)
-    slow = replace(TIMINGS, train={"policy": TrainTiming(1, 12.0, 0.0, 1.0)})
-    assert estimate_step_s(placement, slow) == pytest.approx(3 + 13)
-
-
-def test_calls_on_separate_devices_overlap():
-    calls = assign_meshes(
-        generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7"
-    )
-    # Critic and reference score; the critic's devices are free first, and wait for the reference.
-    expected = pytest.approx(10 + 3 + 5)
-    assert estimate_step_s(Placement(calls, is_streamed=False), dataflow=PPO) == expected
-
-
 def test_streamed_calls_process_groups_as_they_arrive():
     # With a KV cache for one rollout they arrive one by one, 1.25 s apart.
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1, weights_s=0.0125))
@@ -169,11 +179,6 @@ def test_streamed_calls_process_groups_as_they_arrive():
     # Seven groups arrive by 8.75 s; the last two of them are scored after another 0.75 s and
     # trained in 1 s, when the last group is scored. Training the last takes 0.5 s.
     assert streamed_s == pytest.approx(8.75 + 0.75 + 1 + 0.5 + 1)
-
-
-def test_version_pauses_its_follower_and_waits_for_publication():
-    timings = replace(TIMINGS, weights={"generate": WeightsTiming(1.0, 2.0, 0.5)})
-    assert estimate_step_s(separate(), timings) == pytest.approx(10 + 3 + 5 + 1 + 2)
 
 
 def test_infeasible_placement_has_a_reason():
@@ -253,3 +258,25 @@ def test_on_policy_replacements_follow_filtered_groups():
     half, last = chained.find_completions_s(unlimited, (0.5, 1.0))
     assert half == pytest.approx(once, rel=0.05)
     assert last == pytest.approx(7.3 * once, rel=0.1)
+
+
+LONG_TAILED = Workload(8, 1, 100, LognormalLengths(80, 0.5, 400))
+
+
+@pytest.mark.parametrize(("slice_s", "scored_s"), [(0.5, 8.0), (1.0, 6.0), (2.0, 4.0), (5.0, 2.0)])
+def test_generation_ahead_pauses_for_a_group_after_every_slice(slice_s: float, scored_s: float):
+    # Groups take 1 s each. 12 s of generation hold as many turns of slice and group as fit; with
+    # the shortest slice all 8 groups are scored before the end.
+    placement = Placement(assign_meshes(generate="0-7", reference="0-7", train="8"), 1)
+    timings = StageTimings(
+        sampler(0.1, replicas=8),
+        {"reference": ScoreTiming(8, 1, 1.0, 0.0, 0.0)},
+        {"policy": TrainTiming(1, 1.0, 0.0, 1.0)},
+    )
+    jobs = JobGraph(
+        CallGraph.from_dataflow(GRPO), LONG_TAILED, placement, timings, RunOptions(slice_s=slice_s)
+    )
+    jobs.completion_spans = [(1.0, 12.0)]
+    all_jobs = jobs.build_jobs(make_ahead_job(jobs, GenerationModel(LONG_TAILED)))
+    (reference,) = (job for job in all_jobs if job.stage == "reference" and job.is_queued)
+    assert sum(reference.parts) == pytest.approx(scored_s)
