@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
@@ -34,6 +34,7 @@ from streamrl.user_code.pool.pool import (
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from streamrl.user_code.service_gate import Outage, request_service
 
+T = TypeVar("T")
 OptionsT = TypeVar("OptionsT")
 
 BACKOFF_S = 0.25
@@ -211,13 +212,12 @@ class WorkerReward(Reward):
         """
         request, attempt = (prompt, list(completions)), itertools.count()
 
-        async def attempt_once() -> Any:
+        async def attempt_once() -> list[RewardResult]:
             # A request that failed before runs on an exclusive worker.
             call = partial(self.call_once, request, exclusive=next(attempt) > 0)
             return await request_service(self._name, call, RewardInfraError)
 
-        results: list[RewardResult] = await retry_infra_errors(attempt_once, self.attempts)
-        return results
+        return await retry_infra_errors(attempt_once, self.attempts)
 
     async def call_once(self, request: Any, *, exclusive: bool = False) -> Any:
         """Run a request in a worker once. Raises RewardError for a failure or a text response, and
@@ -239,9 +239,11 @@ class WorkerReward(Reward):
         await self._pool.close()
 
 
-async def retry_infra_errors(call: Callable[[], Any], attempts: int) -> Any:
+async def retry_infra_errors(call: Callable[[], Awaitable[T]], attempts: int) -> T:
     """Await call(), up to `attempts` times on RewardInfraErrors, with exponential backoff."""
-    for attempt in range(1, attempts + 1):
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             return await call()
         except RewardInfraError as error:

@@ -168,39 +168,30 @@ class CodeReward(Reward):
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
         tests = self._read_tests(prompt)
-        # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S per completion.
-        sources = await asyncio.to_thread(lambda: [*map(self._extract_source, completions)])
         return await map_concurrently(
-            lambda source: self._judge_source(source, tests), sources, most=len(sources)
+            lambda completion: self._judge_completion(completion, tests),
+            completions,
+            most=len(completions),
         )
 
-    def _extract_source(self, completion: str) -> str | PatternTimeoutError:
-        try:
-            source = self._program_pattern.find_last(completion)
-        except PatternTimeoutError as error:
-            return error
-        return completion if source is None else source
-
-    async def _judge_source(
-        self, source: str | PatternTimeoutError, tests: Sequence[ProgramTest]
+    async def _judge_completion(
+        self, completion: str, tests: Sequence[ProgramTest]
     ) -> RewardResult:
-        """Run a program, retrying infrastructure errors, and convert its outcome to a result.
-
-        A PatternTimeoutError in place of a program scores 0 as a timeout.
-        """
-        if isinstance(source, PatternTimeoutError):
-            return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(source))
+        """Run a program, retrying infrastructure errors, and convert its outcome to a result."""
+        try:
+            # In a thread: a regular expression may take up to SEARCH_TIMEOUT_S.
+            source = await asyncio.to_thread(self._program_pattern.find_last, completion)
+        except PatternTimeoutError as error:
+            return RewardResult(0.0, RewardOutcome.TIMEOUT, detail=str(error))
         options, needs_all = self._options, self._options.score == "all"
         program = SandboxProgram(
             options.language,
-            source,
+            completion if source is None else source,
             tests,
             stop_early=needs_all,
             loose_numbers=options.loose_numbers,
         )
-        result: ProgramResult = await retry_infra_errors(
-            lambda: self._run_program(program), options.attempts
-        )
+        result = await retry_infra_errors(lambda: self._run_program(program), options.attempts)
         score = float(result.outcome is RewardOutcome.PASS) if needs_all else result.pass_rate
         return RewardResult(score, result.outcome, detail=result.detail)
 

@@ -1,5 +1,6 @@
 """Kinds that judge by a rule: patterns, answer matchers, the score of the environment."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from omegaconf import MISSING
 
@@ -269,24 +270,19 @@ class SymbolicReward(WorkerReward):
 
         The second timeout or memory error, counted together, gives score 0 with that outcome.
         """
-        num_limit_errors = 0
+        limit_errors = itertools.count(1)
 
         async def judge_once() -> RewardResult:
-            nonlocal num_limit_errors
             try:
-                result: RewardResult = await self.call_once(request)
-                return result
+                return cast(RewardResult, await self.call_once(request))
             except (RewardTimeoutError, RewardMemoryError) as error:
-                num_limit_errors += 1
-                if num_limit_errors < _LIMIT_ATTEMPTS:
+                if next(limit_errors) < _LIMIT_ATTEMPTS:
                     raise
                 is_timeout = isinstance(error, RewardTimeoutError)
                 outcome = RewardOutcome.TIMEOUT if is_timeout else RewardOutcome.MEMORY
                 return RewardResult(0.0, outcome, detail=str(error))
 
-        attempts = max(self.attempts, _LIMIT_ATTEMPTS)
-        result: RewardResult = await retry_infra_errors(judge_once, attempts)
-        return result
+        return await retry_infra_errors(judge_once, max(self.attempts, _LIMIT_ATTEMPTS))
 
 
 class AutoReward(Reward):

@@ -41,7 +41,7 @@ class ProgramLimits:
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
             if not 0 < value < math.inf:
-                raise ConfigError(f"sandbox.{key}={value}: must be above 0 and finite")
+                raise ConfigError(f"{key}={value}: must be above 0 and finite")
 
 
 @dataclass(frozen=True)
