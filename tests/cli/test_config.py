@@ -123,11 +123,18 @@ def test_text_lists_stages_in_flow_order_and_edges_with_columns(capsys):
     assert read_graph(capsys, GRPO) == GRPO_TEXT
 
 
-def test_overrides_change_the_graph(capsys):
-    text = read_graph(capsys, GRPO, "algorithm.kl_coef=0.1", "pipeline.max_staleness=0")
-    assert text.startswith("grpo: 4 stages, versions at most 0 behind\n")
+@pytest.mark.parametrize(
+    ("words", "behind", "steps"),
+    [
+        (["algorithm.kl_coef=0.1", "pipeline.max_staleness=0"], 0, "1 step"),
+        (["algorithm.kl_coef=0.1", "pipeline.max_staleness=4", "pipeline.depth=2"], 2, "3 steps"),
+    ],
+)
+def test_overrides_change_stages_and_how_far_generation_runs_ahead(capsys, words, behind, steps):
+    text = read_graph(capsys, GRPO, *words)
+    assert text.startswith(f"grpo: 4 stages, versions at most {behind} behind\n")
     assert re.search(r"^  reference -> train +ref_logprobs$", text, re.MULTILINE)
-    assert "version of policy, 1 step later" in text
+    assert re.search(rf"^  train -> generate +version of policy, {steps} later$", text, re.M)
 
 
 def test_stages_behind_the_group_filter_are_in_the_graph(capsys):
@@ -136,12 +143,6 @@ def test_stages_behind_the_group_filter_are_in_the_graph(capsys):
     text = read_graph(capsys, PPO, "filter.kind=equal_rewards", "algorithm.group_size=4")
     for stage in ("reference", "value"):
         assert re.search(rf"^  reward -> {stage} +scores$", text, re.MULTILINE)
-
-
-def test_depth_limits_how_far_generation_runs_ahead(capsys):
-    text = read_graph(capsys, GRPO, "pipeline.max_staleness=4", "pipeline.depth=2")
-    assert "versions at most 2 behind" in text
-    assert "train -> generate   version of policy, 3 steps later" in text
 
 
 def test_settings_outside_the_graph_become_notes(capsys):

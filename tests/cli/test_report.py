@@ -157,21 +157,16 @@ def test_the_history_of_a_uid_merges_log_events_and_attempts(report: Report, tmp
 
 
 @pytest.mark.parametrize("unknown", ["0:2:7", "0:1", "x"])
-def test_an_unknown_uid_is_refused_in_one_line(report: Report, tmp_path: Path, unknown: str):
+def test_an_unknown_uid_is_refused_in_one_line(tmp_path: Path, refuse, unknown: str):
     write_run_log(tmp_path, four_groups)
-    code, text = report("--uid", unknown)
-    assert code == 2
-    assert text.count("\n") == 1
-    assert f"--uid {unknown}: not in the run log. Give epoch:index:attempt of one of its 5" in text
+    error = refuse("report", "--ledger", tmp_path, "--uid", unknown)
+    assert f"--uid {unknown}: not in the run log. Give epoch:index:attempt of one of its 5" in error
 
 
-def test_a_directory_without_run_log_is_refused_in_one_line(report: Report, tmp_path: Path):
-    code, text = report()
-    assert code == 2 and "not a run: holds no config.yaml" in text
+def test_a_directory_without_run_log_is_refused_in_one_line(tmp_path: Path, refuse):
+    assert "not a run: holds no config.yaml" in refuse("report", "--ledger", tmp_path)
     (tmp_path / "config.yaml").touch()
-    code, text = report()
-    assert code == 2 and "queue.journal.enabled=false" in text and text.count("\n") == 1
-    assert main(["report", "--ledger", str(tmp_path / "nowhere")]) == 2
+    assert "queue.journal.enabled=false" in refuse("report", "--ledger", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "no file is created"
 
 

@@ -1,6 +1,6 @@
 """Docstrings as the site shows them."""
 
-from docs.docstrings import rewrite_docstring, rewrite_signature
+from docs.docstrings import rewrite_docstring
 
 
 def function(size, first, last, data): ...
@@ -37,14 +37,3 @@ def test_code_is_literal_and_links_to_classes():
         "",
     ]
     assert rewrite("Example:\n\n    size = 2") == ["Example:", "", "::", "", "    size = 2", ""]
-
-
-def test_signatures_have_the_names_of_array_types():
-    long = "~numpy.ndarray[tuple[~typing.Any, ...], ~numpy.dtype[~typing.Any]]"
-    columns = f"~collections.abc.Mapping[str, {long}]"
-    event = (None, "function", "f", function, None)
-    assert rewrite_signature(*event, f"(x: {columns} = <factory>)", long) == (
-        "(x: Columns = ...)",
-        "Array",
-    )
-    assert rewrite_signature(*event, None, None) is None

@@ -171,13 +171,16 @@ def test_the_view_shows_the_status_before_the_first_step(live):
 
 
 def test_the_view_shows_reward_staleness_and_every_stage(live):
-    for step in (1, 2, 3):
+    live.log_step(0, {"eval/pass_at_1": 0.125})
+    for step in (1, 2):
         live.log_step(step, full_row(step))
+    live.log_step(3, full_row(3) | {"eval/pass_at_1": 0.5})
     live.clock.now += 1.0
     text = view(live, 80)
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "step 3/40" in text and "1:13 left" in text
     assert "reward 0.300 \u2581\u2584\u2588 from 0.100" in rows
+    assert "eval pass_at_1 0.500 \u2581\u2588 from 0.125" in rows
     assert re.search(r"staleness +0\.61 +\S+ +largest 2, bound 2 versions", text)
     assert "tokens/s 12.3k 2.0 s per step" in rows
     assert "weights v3 publish 0.50 s, pull 0.50 s" in rows
@@ -191,14 +194,6 @@ def test_the_view_counts_what_a_status_has_done(live):
     live.clock.now = 60.0
     live.show_status(WorkStatus("evaluating", 64, "prompts", completed=16, elapsed_s=10.0))
     assert re.search(r"evaluating  \u2501+ +16 of 64 prompts  0:30 left", view(live, 80))
-
-
-def test_the_view_shows_an_evaluation(live):
-    live.log_step(0, {"eval/pass_at_1": 0.125})
-    live.log_step(1, full_row(1))
-    live.log_step(2, full_row(2) | {"eval/pass_at_1": 0.5})
-    rows = [" ".join(line.split()) for line in view(live, 80).splitlines()]
-    assert "eval pass_at_1 0.500 \u2581\u2588 from 0.125" in rows
 
 
 def test_a_full_idle_bar_and_unknown_values_can_be_drawn(live):

@@ -96,10 +96,3 @@ def test_a_run_without_steps_has_no_charts(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=0)
     run = RunReader(folder).read()
     assert draw_run_charts(run) == []
-
-
-def test_a_long_run_has_a_bounded_number_of_points(tmp_path: Path) -> None:
-    run = RunReader(write_run(tmp_path / "run", num_steps=2500)).read()
-    for chart in [*draw_shared_charts([run]), *draw_run_charts(run)]:
-        for trace in chart.traces:
-            assert len(trace.get("x", ())) <= 900
