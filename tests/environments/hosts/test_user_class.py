@@ -5,7 +5,7 @@ import pytest
 from streamrl.environments.config import EnvironmentSpec
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.errors import ConfigError
-from tests.environments.hosts.user_files import CALCULATOR, GUESS
+from tests.environments.hosts.user_files import GUESS
 
 
 @pytest.fixture
@@ -28,15 +28,6 @@ def test_a_class_with_step_has_turns(write):
     assert (description.name, description.has_step) == ("Guess", True)
     assert (description.tools, description.has_score, description.note) == ((), False, "")
     assert loaded.reset_arguments == ("row", "seed")
-
-
-def test_the_other_public_methods_are_tools(write):
-    description = load(write(CALCULATOR)).description
-    assert not description.has_step
-    (tool,) = description.tools
-    assert tool["function"]["name"] == "multiply"
-    assert tool["function"]["description"] == "Multiply two numbers."
-    assert list(tool["function"]["parameters"]["properties"]) == ["a", "b"]
 
 
 def test_tools_keep_their_order_and_may_be_inherited_static_or_of_the_class(write):
@@ -64,12 +55,6 @@ class Mine(Shared):
     assert loaded.methods["lion"].is_async and not loaded.methods["ape"].is_async
 
 
-def test_tools_without_score_come_with_a_note(write):
-    source = CALCULATOR[: CALCULATOR.index("    def score")]
-    description = load(write(source)).description
-    assert "its own score is 0 for every episode" in description.note
-
-
 TOOL = 'def calculate(self, a: str):\n        """C"""'
 
 
@@ -88,10 +73,6 @@ TOOL = 'def calculate(self, a: str):\n        """C"""'
         (
             "class A:\n    def step(self, reply): pass\n    def reset(self, prompt): pass",
             "{label}.reset: in {path} requires prompt; available, by keyword: row, seed",
-        ),
-        (
-            "class A:\n    def __init__(self, n): pass\n    def step(self, reply): pass",
-            "environment.options: missing a required argument: 'n': A in {path} has parameters (n)",
         ),
         ("def f(): pass", "environment.path={path}: must define one class, or be written as"),
         ("x = 1\nraise OSError('no')", "environment.path={path}:2: OSError: no"),
@@ -124,11 +105,6 @@ class Mine:
     def __init__(self, size, *, words=()): pass
     def step(self, reply): pass
 """
-
-
-def test_the_options_are_keyword_arguments_of_the_constructor(write):
-    options = {"size": 4, "words": ["a"]}
-    assert load(write(WITH_OPTIONS), options=options).options == options
 
 
 @pytest.mark.parametrize(
