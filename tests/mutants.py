@@ -163,7 +163,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "engines/generation/generation_engine.py",
-        "awaited = counts if request_id is None or is_queued else own",
+        "awaited = counts if is_queued else own",
         "awaited = own",
         "tests/engines/generation/test_sampling_progress.py",
     ),

@@ -8,8 +8,6 @@ next ones; XXH3 releases the GIL, so hashing on a second core is nearly free.
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -66,7 +64,8 @@ def pack_buckets(
     slots: list[TensorSlot] = []
     end = 0
     data: Array = np.empty(0, np.uint8)
-    with RunningChecksum() as checksum:
+    with ThreadPoolExecutor(1, "checksum") as thread:
+        checksum = RunningChecksum(thread)
         for name, tensor in named_tensors:
             if name in names:
                 raise WeightsError(f"weights version {version}: duplicate tensor {name}")
@@ -136,26 +135,17 @@ def publish_gathered(
             pass
 
 
-class RunningChecksum(AbstractContextManager["RunningChecksum"]):
-    """Checksum of a bucket that is being filled front to back; use in a `with` block.
+class RunningChecksum:
+    """Checksum of a bucket that is being filled front to back, computed on `thread`.
 
-    The end of the block stops the hashing thread. Bytes reported to `hash_written` must not change
-    until `finish_bucket` returns.
+    Bytes reported to `hash_written` must not change until `finish_bucket` returns.
     """
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "checksum")
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
         self._pending_hash: Future[None] | None = None
         self._digest = xxhash.xxh3_64()
         self._num_hashed = 0
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._executor.shutdown()
 
     def hash_written(self, data: Array, end: int) -> None:
         """Hash new bytes in another thread; the first `end` bytes of the bucket are final now.
@@ -167,7 +157,7 @@ class RunningChecksum(AbstractContextManager["RunningChecksum"]):
         if end - self._num_hashed >= HASH_CHUNK_BYTES and (
             self._pending_hash is None or self._pending_hash.done()
         ):
-            self._pending_hash = self._executor.submit(
+            self._pending_hash = self._thread.submit(
                 self._update_digest, data[self._num_hashed : end]
             )
             self._num_hashed = end

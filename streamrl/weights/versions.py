@@ -137,10 +137,6 @@ class WeightManifest:
     handles: tuple[Any, ...]
     logprob_check: LogprobCheck | None = None
 
-    def __post_init__(self) -> None:
-        if len(self.handles) != len(self.buckets):
-            raise ValueError(f"{len(self.handles)} handles for {len(self.buckets)} buckets")
-
     @property
     def num_bytes(self) -> int:
         """Bytes that one pull of this version moves."""

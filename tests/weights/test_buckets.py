@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -190,7 +191,8 @@ def random_bytes(num_bytes: int) -> np.ndarray:
 
 @given(st.lists(st.lists(st.integers(0, 300), max_size=8), min_size=1, max_size=4))
 def test_hashing_in_pieces_gives_the_checksum_of_the_bucket(ends: list[list[int]]):
-    with pytest.MonkeyPatch.context() as patch, RunningChecksum() as running:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
+        running = RunningChecksum(thread)
         patch.setattr(buckets, "HASH_CHUNK_BYTES", 100)
         for sizes in ends:
             data = random_bytes(sum(sizes))

@@ -28,8 +28,7 @@ from streamrl.weights.config import (
 )
 from streamrl.weights.transport import TransportSpec
 from streamrl.weights.transports.shared_memory import (
-    get_free_bytes,
-    get_total_bytes,
+    measure_shared_memory,
     remove_stale_segments,
 )
 
@@ -178,12 +177,13 @@ def plan_transport(
     store_bytes = get_object_store_bytes()
     # A store in /dev/shm is a sparse file that grows on write and never shrinks. Its current usage
     # is unknown, so its whole size counts. A store larger than /dev/shm must lie elsewhere.
-    claimed_bytes = int(sum(store_bytes)) if sum(store_bytes) <= get_total_bytes() else 0
+    total_bytes, free_bytes = measure_shared_memory()
+    claimed_bytes = int(sum(store_bytes)) if sum(store_bytes) <= total_bytes else 0
     facts = TransportFacts(
         num_nodes=len(nodes),
         models=_list_published_models(config, demands),
         max_staleness=config.pipeline.max_staleness,
-        shm_bytes=max(0, get_free_bytes() - claimed_bytes),
+        shm_bytes=max(0, free_bytes - claimed_bytes),
         node_store_bytes=min(store_bytes),
         queue_bytes=int(config.queue.store_share * min(store_bytes)),
         copied_roles=_list_copied_roles(config),

@@ -35,8 +35,9 @@ from streamrl.engines.vllm.requests import (
     SequenceRequest,
     TokenCount,
     import_vllm,
+    raise_after,
 )
-from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
+from streamrl.errors import ConfigError, GenerationError, WeightsError
 from streamrl.messages import (
     Array,
     Columns,
@@ -160,17 +161,14 @@ class RequestInFlight:
         ]
 
 
-def select_progress(
-    counts: Mapping[str, TokenCount], request_id: int | None = None
-) -> dict[str, int]:
+def select_progress(counts: Mapping[str, TokenCount], request_id: int) -> dict[str, int]:
     """Return the tokens so far of the sequences whose progress a request waits for, by vLLM id.
 
-    These are its own sequences. While they wait in vLLM's queue for others, and without a request,
-    they are all of the engine's.
+    These are its own sequences or, while they wait in vLLM's queue for others, all of the engine's.
     """
     own = {name: c for name, c in counts.items() if name.startswith(f"{request_id}:")}
     is_queued = own and not any(count.is_running for count in own.values())
-    awaited = counts if request_id is None or is_queued else own
+    awaited = counts if is_queued else own
     return {name: count.num_tokens for name, count in awaited.items()}
 
 
@@ -263,15 +261,11 @@ class GenerationEngine:
         import or the start takes over `start_timeout_s`, and GenerationError if the engine dies.
         """
         await import_vllm("engine", spec)
-        engine, timeout_s = cls(spec), spec.config.start_timeout_s
+        engine, late = cls(spec), f"vLLM did not start {spec.model_path}"
         started = engine._thread.start()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with raise_after(spec.config.start_timeout_s, late):
                 engine._model_info = await started
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"vLLM did not start {spec.model_path} within {timeout_s:g} s"
-            ) from error
         finally:
             if started.cancelled():  # by the timeout or by the caller
                 engine._thread.stop()
@@ -529,11 +523,8 @@ class GenerationEngine:
         """Shut the engine down and free its memory; pending calls raise GenerationError."""
         self._thread.fail_pending("the engine was closed")
         self._thread.stop()
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._thread.exited.wait()
-        except TimeoutError as error:
-            raise DeadlineError(f"vLLM's thread did not end in {CLOSE_TIMEOUT_S:g} s") from error
+        async with raise_after(CLOSE_TIMEOUT_S, "vLLM's thread did not end"):
+            await self._thread.exited.wait()
 
     async def _apply_version(
         self, version: int, load: Callable[[int], asyncio.Future[WeightLoadStats]]

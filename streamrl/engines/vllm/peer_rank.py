@@ -10,9 +10,9 @@ import torch
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.executor import PeerWorker
-from streamrl.engines.vllm.requests import EngineSpec
+from streamrl.engines.vllm.requests import EngineSpec, raise_after
 from streamrl.engines.vllm.weight_loader import PartialWeightLoader
-from streamrl.errors import ConfigError, DeadlineError, GenerationError
+from streamrl.errors import ConfigError, GenerationError
 from streamrl.messages import Array
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights.parameters import build_full_weights
@@ -44,14 +44,9 @@ class PeerRank:
         """
         peer = cls(spec)
         peer._thread.start()
-        timeout_s = spec.config.start_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.shield(peer._started)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"vLLM did not start its part of {spec.model_path} within {timeout_s:g} s"
-            ) from error
+        late = f"vLLM did not start its part of {spec.model_path}"
+        async with raise_after(spec.config.start_timeout_s, late):
+            await asyncio.shield(peer._started)
         return peer
 
     async def wait_until_closed(self) -> None:
@@ -68,15 +63,9 @@ class PeerRank:
         from the checkpoint's. Raises DeadlineError if comparing with the model directory takes over
         `start_timeout_s`.
         """
-        timeout_s = self._spec.config.start_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.to_thread(self._get_storage)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"{self._spec.model_path} was not compared with vLLM's part of it within"
-                f" {timeout_s:g} s"
-            ) from error
+        late = f"{self._spec.model_path} was not compared with vLLM's part of it"
+        async with raise_after(self._spec.config.start_timeout_s, late):
+            return await asyncio.to_thread(self._get_storage)
 
     def _get_storage(self) -> ShardStorage | None:
         assert self._worker is not None and self._weight_loader is not None
@@ -105,15 +94,11 @@ class PeerRank:
         The leader's next decode step allocates the cache again. Raises DeadlineError after
         `request_timeout_s`.
         """
-        timeout_s = self._spec.config.request_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._kv_freed.wait()
-        except TimeoutError as error:
-            raise DeadlineError(
-                "training waited for the KV cache of this rank: the generator's leader did not free"
-                f" it within {timeout_s:g} s"
-            ) from error
+        late = (
+            "training waited for the KV cache of this rank: the generator's leader did not free it"
+        )
+        async with raise_after(self._spec.config.request_timeout_s, late):
+            await self._kv_freed.wait()
 
     def _note_call(self, method: Any) -> None:
         """Tell the event loop, from the worker's thread, whether a call freed the KV cache."""

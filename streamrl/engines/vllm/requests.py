@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -34,6 +35,16 @@ class EngineSpec:
     run_seed: int = 0
 
 
+@asynccontextmanager
+async def raise_after(timeout_s: float, message: str) -> AsyncIterator[None]:
+    """Raise DeadlineError with the message if the context takes longer than `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineError(f"{message} within {timeout_s:g} s") from error
+
+
 async def import_vllm(module: str, spec: EngineSpec) -> Any:
     """Import a module of this package and with it vLLM, which takes seconds, on another thread.
 
@@ -41,14 +52,10 @@ async def import_vllm(module: str, spec: EngineSpec) -> Any:
     """
     # Users cannot act on warnings of the import; an engine sets the level anew.
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    timeout_s = spec.config.start_timeout_s
+    late = f"vLLM did not start {spec.model_path}"
     try:
-        async with asyncio.timeout(timeout_s):
+        async with raise_after(spec.config.start_timeout_s, late):
             return await asyncio.to_thread(import_module, f"streamrl.engines.vllm.{module}")
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"vLLM did not start {spec.model_path} within {timeout_s:g} s"
-        ) from error
     except (ImportError, OSError) as error:
         raise ConfigError(f"generator: vLLM cannot start {spec.model_path}: {error}") from error
 

@@ -9,7 +9,7 @@ gate_up_proj is gate_proj and up_proj. Such parameters are bound (`BoundParamete
 - on a GPU resharding can write into the parameters in place (`get_storage`).
 
 The binding is verified once, against the values that vLLM has read from the model directory. All
-other models (quantized, several processes, ordinary loads on a GPU) go through `reload_weights`.
+other models (fused experts, several processes, ordinary loads on a GPU) use `reload_weights`.
 
 On a CPU the engine is built without weight packing, and its large linear layers use oneDNN's plain
 kernel. That is nearly as fast as the packed kernel, which needs a second copy of every weight.
@@ -142,19 +142,14 @@ class WeightLoader:
         self._is_on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         self._parameters = parameters
         self._model_path = model_path
-        self._is_plain = (
-            engine.vllm_config.parallel_config.world_size == 1
-            and engine.model_config.quantization is None
-        )
         self._bound_parameters: list[BoundParameter] = []
         self._free_executor = ThreadPoolExecutor(1, "old-weights")
         if self._is_on_cpu:
             use_onednn(self._model)
-        if self._is_on_cpu and self._is_plain:
             self._bound_parameters = bind_parameters(self._model, parameters, model_path)
         self._num_checked = 0
         self._load_check: LoadCheck | None = None
-        if self._is_plain and not self._bound_parameters:
+        if not self._bound_parameters:
             merged = get_merged_modules(self._model)
             self._load_check = LoadCheck(self._model, load_stored_weights(model_path), merged)
 
@@ -190,7 +185,7 @@ class WeightLoader:
         checkpoint's.
         """
         shapes = self._parameters.shapes
-        if self._is_plain and not self._is_on_cpu:
+        if not self._is_on_cpu:
             # Bind on a GPU only here: CUDA graphs read parameters at fixed addresses, so a load
             # must never turn parameters into views.
             found = find_local_pieces(self._model, self._parameters, self._model_path)
@@ -385,8 +380,6 @@ class PartialWeightLoader:
 
     @cached_property
     def _storage(self) -> ShardStorage | None:
-        if self._worker.model_config.quantization is not None:
-            return None
         pieces = find_local_pieces(
             self._model,
             self._parameters,

@@ -17,6 +17,7 @@ import itertools
 import mmap
 import os
 import secrets
+import shutil
 import struct
 import sys
 import time
@@ -213,7 +214,8 @@ class SharedMemoryWriter(TransportWriter):
         if expected:
             self._open_segment = self._acquire_segment(index, expected)
         if self._open_segment is not None:
-            if num_bytes - self._open_segment.reserved_bytes <= get_free_bytes(self._directory):
+            _, free_bytes = measure_shared_memory(self._directory)
+            if num_bytes - self._open_segment.reserved_bytes <= free_bytes:
                 return self._open_segment.view_bytes(num_bytes)
             self._release_open_segment()
         if self._staging_buffer.nbytes < num_bytes:
@@ -299,7 +301,7 @@ class SharedMemoryWriter(TransportWriter):
         The fallback (Ray's object store) may live in the same memory and would crash. If only this
         publisher's `max_bytes` is exhausted, the fallback still has space.
         """
-        free_bytes = get_free_bytes(self._directory)
+        _, free_bytes = measure_shared_memory(self._directory)
         if free_bytes < num_bytes:
             raise WeightsError(
                 f"weights version {self._version}, bucket {self._num_committed - 1}: needs "
@@ -402,22 +404,13 @@ def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
     return replace(manifest, buckets=buckets, handles=handles)
 
 
-def get_free_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
-    """Return the free bytes of the directory's file system; 0 if the directory does not exist."""
-    return _count_block_bytes(directory, "f_bavail")
-
-
-def get_total_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
-    """Return the size of the directory's file system in bytes; 0 without such a directory."""
-    return _count_block_bytes(directory, "f_blocks")
-
-
-def _count_block_bytes(directory: Path, statvfs_field: str) -> int:
+def measure_shared_memory(directory: Path = SHARED_MEMORY_DIR) -> tuple[int, int]:
+    """Return total and free bytes of the directory's file system; 0 without such a directory."""
     try:
-        stats = os.statvfs(directory)
+        usage = shutil.disk_usage(directory)
     except OSError:
-        return 0
-    return int(getattr(stats, statvfs_field)) * stats.f_frsize
+        return 0, 0
+    return usage.total, usage.free
 
 
 def remove_stale_segments(directory: Path = SHARED_MEMORY_DIR) -> list[str]:

@@ -43,8 +43,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate a node with 100 MB free in /dev/shm, and a Ray object store of 60 MB."""
     node_facts = {"Alive": True, "NodeID": "abc", "Resources": {"object_store_memory": 60.0 * MB}}
     monkeypatch.setattr(ray, "nodes", lambda: [node_facts, {**node_facts, "Alive": False}])
-    monkeypatch.setattr(transport_plan, "get_free_bytes", lambda: 100 * MB)
-    monkeypatch.setattr(transport_plan, "get_total_bytes", lambda: 200 * MB)
+    monkeypatch.setattr(transport_plan, "measure_shared_memory", lambda: (200 * MB, 100 * MB))
 
 
 def config_of(model_path: str, *overrides: str) -> RunConfig:
