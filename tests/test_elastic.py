@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -130,38 +129,6 @@ def test_death_loses_only_tokens_sampled_since_the_last_save(plan: Plan):
             sampled_at[token.uid, token.position] = token.at_s
             nearest = min(at for at, _ in deaths if at >= lost_at)
             assert nearest - lost_at <= PARTIAL_SAVE_INTERVAL_S + CALLS_S
-
-
-def test_throughput_follows_joining_and_leaving_generators():
-    # Only sampling takes time: 18 groups a step, three concurrent groups per generator.
-    plan = Plan(
-        steps=18,
-        groups_per_step=18,
-        max_staleness=1,
-        generators=2,
-        generate_s=(4.0, 4.0),
-        score_s=(0.0, 0.0),
-        train_s=0.0,
-        pull_s=0.1,
-        micro_batch_tokens=10_000,
-    )
-
-    async def scale(stream: Stream) -> None:
-        while len(stream.outcomes) < 5:
-            await asyncio.sleep(0.1)
-        stream.start_generator(2)
-        while len(stream.outcomes) < 10:
-            await asyncio.sleep(0.1)
-        await drain_generator(stream, 0)
-
-    stream = run_virtual(run_stream(plan, disturb=scale))
-    step_ends = stream.step_ends
-    # Long and short steps alternate; each span has as many long as short steps.
-    spans = [(3, 5), (7, 10), (14, 18)]
-    two, three, two_again = ((step_ends[b - 1] - step_ends[a - 1]) / (b - a) for a, b in spans)
-    assert three == pytest.approx(2 / 3 * two, rel=0.1)
-    assert two_again == pytest.approx(two, rel=0.1)
-    check_accounts(stream)
 
 
 def test_generator_without_a_version_leases_no_work():

@@ -1,13 +1,16 @@
 """Fakes of actors: handles, and the config of a run that none of its files need to exist for."""
 
 import asyncio
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from streamrl.config.preflight import PreparedRun
 from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
+from streamrl.resharding.storage import ShardStorage
 from streamrl.rewards.interface.config import RewardConfig
+from streamrl.weights import WeightLoadStats
 
 
 class FakeActor:
@@ -35,3 +38,31 @@ def make_prepared(config: RunConfig) -> PreparedRun:
     """Return the prepared run of a config, without prompts."""
     nothing: Any = None
     return PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ())
+
+
+class FakeGenerator:
+    """Generator that records its calls."""
+
+    def __init__(self, calls: list[Any] | None = None) -> None:
+        self.calls: list[Any] = [] if calls is None else calls
+
+    async def get_storage(self) -> ShardStorage:
+        self.calls.append("storage")
+        return ShardStorage({})
+
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    async def pause(self, reason: str) -> None:
+        self.calls.append(f"pause for {reason}")
+
+    async def resume(self, reason: str) -> None:
+        self.calls.append(f"resume from {reason}")
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
+        self.calls.append((sorted(tensors), version))
+        return WeightLoadStats()
+
+    async def activate_version(self, version: int) -> WeightLoadStats:
+        self.calls.append(version)
+        return WeightLoadStats()

@@ -12,7 +12,7 @@ from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.errors import VersionSupersededError
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.storage import ShardStorage
-from streamrl.weights import WeightLoadStats
+from tests.actors.fakes import FakeGenerator
 
 TIGHT_MEMORY = WorkerMemory(1, 1, 1, 1, 1, 1, 1, releases_kv=True)
 
@@ -41,91 +41,52 @@ class Rank:
         return ReshardingStats(12, 12, 4)
 
 
-class Generator:
-    """Generator that records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    async def get_storage(self) -> ShardStorage:
-        self.calls.append("storage")
-        return ShardStorage({})
-
-    async def sleep(self) -> None:
-        self.calls.append("sleep")
-
-    async def pause(self, reason: str) -> None:
-        self.calls.append("pause")
-
-    async def resume(self, reason: str) -> None:
-        self.calls.append("resume")
-
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
-        self.calls.append((sorted(tensors), version))
-        return WeightLoadStats()
-
-    async def activate_version(self, version: int) -> WeightLoadStats:
-        self.calls.append(version)
-        return WeightLoadStats()
-
-
-async def update_weights(rank: Rank, generator: Generator) -> tuple[int, float]:
-    """Publish and activate version 3; return the received and the copied bytes."""
+async def share(rank: Rank, generator: FakeGenerator, *, fills: bool) -> SharedWeights:
+    """Return weights that the trainer rank and the generator share."""
     shared_weights = SharedWeights()
     await shared_weights.attach_trainer(rank, None)  # type: ignore[arg-type]
-    await shared_weights.attach_generator(generator, should_fill_storage=rank.has_sharded_params)  # type: ignore[arg-type]
+    await shared_weights.attach_generator(generator, should_fill_storage=fills)  # type: ignore[arg-type]
+    return shared_weights
+
+
+@pytest.mark.parametrize(
+    ("gathers", "fills", "moved_and_copied", "loaded"),
+    [
+        (False, True, (0, 0), (["weight"], 3)),  # in place
+        (True, True, (12, 4), 3),  # resharded into the generator's storage
+        # Gathered; the generator itself reports the bytes that it copies.
+        (True, False, (8, 0), (["weight"], 3)),
+    ],
+)
+async def test_a_version_is_loaded_in_place_resharded_or_gathered(
+    gathers: bool, fills: bool, moved_and_copied: tuple[int, int], loaded: Any
+):
+    rank, generator = Rank(gathers=gathers, fills=fills), FakeGenerator()
+    shared_weights = await share(rank, generator, fills=gathers)
     await shared_weights.invalidate_weights()
     shared_weights.publish_version(3)
     fetched = shared_weights.fetch_version(3)
     await shared_weights.load_weights(fetched.tensors, 3)
-    return fetched.num_bytes, fetched.copied_bytes
-
-
-async def test_whole_weights_are_loaded_in_place_without_moving_bytes():
-    rank, generator = Rank(gathers=False), Generator()
-    assert await update_weights(rank, generator) == (0, 0)
-    assert generator.calls == ["pause", (["weight"], 3), "resume"]
-    assert not rank.filled
-
-
-async def test_sharded_weights_are_resharded_into_the_generators_storage():
-    rank, generator = Rank(gathers=True), Generator()
-    assert await update_weights(rank, generator) == (12, 4)
-    assert generator.calls == ["storage", "pause", 3, "resume"]
-    assert rank.filled == [3]
-
-
-async def test_weights_are_gathered_if_the_storage_cannot_be_filled():
-    generator = Generator()
-    # The generator itself reports bytes that it copies during load_weights.
-    assert await update_weights(Rank(gathers=True, fills=False), generator) == (8, 0)
-    assert generator.calls == ["storage", "pause", (["weight"], 3), "resume"]
+    assert (fetched.num_bytes, fetched.copied_bytes) == moved_and_copied
+    calls = ["pause for update", loaded, "resume from update"]
+    assert generator.calls == [*["storage"] * gathers, *calls]
+    assert rank.filled == [3] * (gathers and fills)
 
 
 async def test_a_superseded_version_is_not_activated():
-    shared_weights, generator = SharedWeights(), Generator()
-    await shared_weights.attach_trainer(Rank(gathers=True), None)  # type: ignore[arg-type]
-    await shared_weights.attach_generator(generator, should_fill_storage=True)  # type: ignore[arg-type]
+    generator = FakeGenerator()
+    shared_weights = await share(Rank(gathers=True), generator, fills=True)
     shared_weights.publish_version(3)
     await shared_weights.invalidate_weights()
     with pytest.raises(VersionSupersededError, match="version 3 is superseded"):
         shared_weights.fetch_version(3)
     with pytest.raises(VersionSupersededError, match="version 3 is superseded"):
         await shared_weights.load_weights({}, 3)
-    assert generator.calls == ["storage", "pause"]
+    assert generator.calls == ["storage", "pause for update"]
 
 
-class PeerRank:
+class PeerRank(FakeGenerator):
     """Peer rank that records its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    async def get_storage(self) -> ShardStorage:
-        return ShardStorage({})
-
-    async def sleep(self) -> None:
-        self.calls.append("sleep")
 
     def fill_shard(self, tensors: Mapping[str, Any]) -> int:
         self.calls.append(sorted(tensors))
@@ -148,12 +109,12 @@ async def test_a_peer_rank_holds_a_version_once_it_is_published(fills: bool):
         await shared_weights.load_weights({}, 3)
     async with shared_weights.run_training_phase():
         pass
-    assert peer_rank.calls == ([] if fills else [["weight"]]) + ["sleep"]
+    assert peer_rank.calls == ["storage", *([] if fills else [["weight"]]), "sleep"]
 
 
 @pytest.mark.parametrize("releases", [True, False])
 async def test_the_kv_cache_is_freed_for_training_only_if_the_generator_is_idle(releases: bool):
-    shared_weights, generator = SharedWeights(), Generator()
+    shared_weights, generator = SharedWeights(), FakeGenerator()
     await shared_weights.attach_trainer(Rank(gathers=False), TIGHT_MEMORY)  # type: ignore[arg-type]
     await shared_weights.attach_generator(generator, should_fill_storage=False)  # type: ignore[arg-type]
     async with shared_weights.run_training_phase(may_release_kv=releases):

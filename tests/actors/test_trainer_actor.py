@@ -23,7 +23,7 @@ from streamrl.errors import WeightsError
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightBucket, WeightManifest
 from streamrl.weights.buckets import unpack_tensors
-from tests.actors.fakes import make_config
+from tests.actors.fakes import FakeGenerator, make_config
 from tests.weights.local_transport import LocalReader, LocalWriter
 
 
@@ -40,22 +40,6 @@ class Rank:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self._calls.append(name)
-
-
-class Generator:
-    """Generator that records pauses and freeing of the KV cache."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-
-    async def sleep(self) -> None:
-        self._calls.append("sleep")
-
-    async def pause(self, reason: str) -> None:
-        self._calls.append(f"pause for {reason}")
-
-    async def resume(self, reason: str) -> None:
-        self._calls.append(f"resume from {reason}")
 
 
 def make_context(rank: Any, memory: WorkerMemory | None, **settings: Any) -> Any:
@@ -100,7 +84,7 @@ async def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(
     calls.append("generator starts")
     await starting
     if leads:
-        await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
+        await shared_weights.attach_generator(FakeGenerator(calls), should_fill_storage=False)  # type: ignore[arg-type]
     await actor.save_checkpoint(tmp_path, tmp_path)
     begins = ["load_training_state", "offload_optimizer", "generator starts"]
     saves = ["save_training_state", "save_model", "offload_optimizer"]
@@ -130,7 +114,7 @@ async def test_a_generator_that_may_sample_keeps_its_kv_cache():
     shared_weights = SharedWeights()
     actor = TrainerActor(shared_weights)
     await actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, None)
-    await shared_weights.attach_generator(Generator(calls), should_fill_storage=False)  # type: ignore[arg-type]
+    await shared_weights.attach_generator(FakeGenerator(calls), should_fill_storage=False)  # type: ignore[arg-type]
     await shared_weights.invalidate_weights()
     for label in ("changed", "sent again"):
         calls.append(label)

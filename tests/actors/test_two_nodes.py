@@ -176,6 +176,7 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 CONNECT = """
 import os, sys
 from streamrl.actors.launch.ray_cluster import connect_cluster
+from streamrl.errors import ConfigError
 from streamrl.placement.config import PlacementConfig
 try:
     with connect_cluster(PlacementConfig(address=sys.argv[1])) as cluster:

@@ -117,17 +117,14 @@ def test_one_to_all_all_to_all_and_rank_zero():
             PROTOCOLS["ALL_TO_ALL"].distribute(mesh, (value,))
 
 
-def test_metrics_come_from_every_rank():
-    mesh = make_mesh("1-1-3")
-    calls = PROTOCOLS["DP_METRIC"].distribute(mesh, (make_batch(4), "setting"))
-    assert [len(call[0]) for call in calls if call and call[1] == "setting"] == [2, 1, 1]
-    assert PROTOCOLS["DP_METRIC"].collect(mesh, [0.1, 0.2, 0.3]) == [0.1, 0.2, 0.3]
-
-
 def test_rows_are_split_as_evenly_as_possible_and_a_row_may_become_several():
     mesh, protocol = make_mesh("1-1-4"), PROTOCOLS["DP"]
-    calls = protocol.distribute(mesh, (make_batch(6),))
+    calls = protocol.distribute(mesh, (make_batch(6), "setting"))
     assert [rows_of(call[0]) for call in calls if call] == [[0, 1], [2, 3], [4], [5]]
+    assert [call[1] for call in calls if call] == ["setting"] * 4
+    metrics = PROTOCOLS["DP_METRIC"]
+    assert metrics.distribute is protocol.distribute
+    assert metrics.collect(mesh, [0.1, 0.2, 0.3, 0.4]) == [0.1, 0.2, 0.3, 0.4]
     # Two rollouts per prompt.
     protocol.check_rows(calls, make_answers(4, 4, 2, 2))
     assert len(protocol.collect(mesh, make_answers(4, 4, 2, 2))) == 12

@@ -321,32 +321,3 @@ def test_forks_of_a_level_draw_distinct_ray_ids():
         "print(fork_server._draws_unique_ids())\n"
     )
     assert run_command(code, **make_vllm_env("cpu"))[-2:] == ["True", "False"]
-
-
-KILLED_LEVEL = """
-import os, signal
-from streamrl.actors.launch import fork_server
-fork_server.start_fork_server()
-import psutil, ray
-from streamrl.actors.launch.local_ray import start_local_ray
-
-class Actor:
-    def find(self):
-        return os.getpid(), psutil.Process().ppid()
-
-# Ray may restart it on a dying worker of the same level.
-options = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": 0}
-with start_local_ray(2, 200 << 20):
-    actor = ray.remote(Actor).options(**options).remote()
-    pid, level = ray.get(actor.find.remote())
-    assert level == fork_server._server_state.process.pid
-    os.kill(level, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(pid)], timeout=30)
-    print(ray.get(actor.find.remote(), timeout=60)[1] != level)
-"""
-
-
-@pytest.mark.slow
-def test_ray_restarts_an_actor_whose_level_was_killed():
-    # The output also has Ray's messages about the death.
-    assert "True" in run_command(KILLED_LEVEL)

@@ -60,27 +60,7 @@ async def test_messages_of_any_size_arrive_complete(size: int):
     assert reply["b"][1] == "c"
 
 
-async def test_replies_arrive_in_order_of_completion():
-    gates = [asyncio.Event() for _ in range(3)]
-
-    async def wait(index: int) -> int:
-        await gates[index].wait()
-        return index
-
-    ended = []
-
-    async def make_call(connection: RpcConnection, index: int) -> None:
-        ended.append(await connection.call(index, "wait"))
-
-    async with connected(wait) as connection, asyncio.TaskGroup() as tasks:
-        calls = [tasks.create_task(make_call(connection, index)) for index in range(3)]
-        for index in (1, 2, 0):
-            gates[index].set()
-            await calls[index]
-    assert ended == [1, 2, 0]
-
-
-async def test_a_cancelled_call_continues_on_the_server_and_affects_no_other_call():
+async def test_a_cancelled_call_continues_on_the_server_and_delays_no_other_call():
     gate, ended = asyncio.Event(), asyncio.Event()
 
     async def work(request: str) -> str:
@@ -267,15 +247,6 @@ async def test_a_peer_that_stops_reading_is_a_lost_connection_not_a_timeout(
         with pytest.raises(ConnectionResetError, match=r"the connection is lost .*timed out"):
             await connection.call(bytes(64 << 20), "shard-0.put", 60.0)
         gone.set()
-
-
-async def test_a_closed_connection_takes_no_calls():
-    async with listening(echo) as endpoint:
-        connection = await RpcConnection.open(endpoint)
-        connection.close()
-        calling = connection.call("x", "shard-0.put")
-        with pytest.raises(ConnectionResetError, match="closed by this process"):
-            await asyncio.wait_for(calling, 5.0)
 
 
 async def test_connecting_without_a_listener_names_the_address():
