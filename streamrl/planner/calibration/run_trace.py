@@ -195,26 +195,23 @@ def load_run_trace(run_dir: Path) -> RunTrace:
 
     Raises ConfigError, in one line, if the run is too short or incomplete.
     """
-    location = str(run_dir)
-    config = _load_run_config(run_dir, location)
-    if not config.queue.journal.enabled:
-        raise ConfigError(f"{location}: has no run log: queue.journal.enabled=false")
+    config = _load_run_config(run_dir)
     if not os.path.isfile(run_dir / METRICS_FILE):
-        raise ConfigError(f"{location}: has no {METRICS_FILE}")
+        raise ConfigError(f"{run_dir}: has no {METRICS_FILE}")
     # The trace of a long run holds its end only; no earlier row, step or admission is kept.
-    spans = _read_run_spans(run_dir, location)
-    run_log = _read_run_log(run_dir, location, since_s=spans[0].start_s)
+    spans = _read_run_spans(run_dir)
+    run_log = _read_run_log(run_dir, since_s=spans[0].start_s)
     rows = _read_rows(run_dir / METRICS_FILE, run_log.trained_steps.keys())
     steps, excluded = _select_steady_steps(config, run_log, rows, spans)
     if len(steps) < MIN_STEPS:
         reasons = ", ".join(f"{count} {why}" for why, count in excluded.items() if count)
         raise ConfigError(
-            f"{location}: too short: {len(steps)} steady steps, must be at least {MIN_STEPS}"
+            f"{run_dir}: too short: {len(steps)} steady steps, must be at least {MIN_STEPS}"
             + (f"; left out: {reasons}" if reasons else "")
         )
     _check_rows(config, steps, run_dir / METRICS_FILE)
     groups = collect_groups(spans, run_log.admissions, since=steps[0].start_s)
-    machine_event = _read_machine_event(run_dir, location)
+    machine_event = _read_machine_event(run_dir)
     has_one_cpu_machine = not machine_event["on_gpu"] and machine_event["nodes"] == 1
     cores = int(machine_event["cores"]) if has_one_cpu_machine else 0
     placed_config = with_placement_mode(config, machine_event["placement"])
@@ -228,10 +225,10 @@ def describe_missing_run(run_dir: Path) -> str:
     return "not a directory" if os.path.exists(run_dir) else "no such directory"
 
 
-def _load_run_config(run_dir: Path, location: str) -> RunConfig:
+def _load_run_config(run_dir: Path) -> RunConfig:
     path = run_dir / "config.yaml"
     if not os.path.isfile(path):
-        raise ConfigError(f"{location}: no run: {describe_missing_run(run_dir)}")
+        raise ConfigError(f"{run_dir}: no run: {describe_missing_run(run_dir)}")
     return load_config(path, skips_dry_run=True)
 
 
@@ -263,28 +260,26 @@ def _check_number(row: Any, name: str, location: str) -> None:
         raise ConfigError(f"{location}: has no {name}, a number")
 
 
-def _read_run_spans(run_dir: Path, location: str) -> list[Span]:
+def _read_run_spans(run_dir: Path) -> list[Span]:
     """Return the spans in the run's trace, ordered by start.
 
-    location: name of the run in errors. Raises ConfigError if the file is no trace or has no spans.
+    Raises ConfigError if the file is no trace or has no spans.
     """
     try:
         spans = read_spans(run_dir / TRACE_FILE)
     except (KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{location}: {TRACE_FILE} is not the trace of a run: {error!r}"
-        ) from None
+        raise ConfigError(f"{run_dir}: {TRACE_FILE} is not the trace of a run: {error!r}") from None
     if not spans:
-        raise ConfigError(f"{location}: {TRACE_FILE} has no spans: no step yet")
+        raise ConfigError(f"{run_dir}: {TRACE_FILE} has no spans: no step yet")
     return sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
 
-def _read_machine_event(run_dir: Path, location: str) -> Mapping[str, Any]:
+def _read_machine_event(run_dir: Path) -> Mapping[str, Any]:
     latest: Mapping[str, Any] = {}
     for event in iter_jsonl(run_dir / EVENTS_FILE):
         latest = event if event.get("event") == "machine" else latest
     if missing := {"on_gpu", "nodes", "cores", "placement"} - latest.keys():
-        raise ConfigError(f"{location}: {EVENTS_FILE} has no machine with {min(missing)}")
+        raise ConfigError(f"{run_dir}: {EVENTS_FILE} has no machine with {min(missing)}")
     return latest
 
 
@@ -344,20 +339,20 @@ class _RunLogIndex:
             yield MeasuredStep(version, start_s, end_s, step.groups, row), since_start
 
 
-def _read_run_log(run_dir: Path, location: str, *, since_s: float) -> _RunLogIndex:
+def _read_run_log(run_dir: Path, *, since_s: float) -> _RunLogIndex:
     """Read trained steps and admissions from the run log; leave out what ended before `since_s`.
 
-    Raises ConfigError, naming the `location`, if the log is missing or damaged.
+    Raises ConfigError if the log is missing or damaged.
     """
     index = _RunLogIndex(since_s)
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
     if not list_segments(folder):
-        raise ConfigError(f"{location}: has no run log in {folder.relative_to(run_dir)}")
+        raise ConfigError(f"{run_dir}: has no run log in {folder.relative_to(run_dir)}")
     try:
         for record in read_log(folder):
             index.add_record(record)
     except (OSError, JournalError) as error:
-        raise ConfigError(f"{location}: cannot read the run log: {error}") from None
+        raise ConfigError(f"{run_dir}: cannot read the run log: {error}") from None
     return index
 
 

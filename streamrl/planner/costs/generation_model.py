@@ -349,7 +349,7 @@ class GenerationModel:
         self.rollouts_per_group = workload.group_size + extra
         self.find_completions_s = cache(self._compute_completions_s)
         self._replica_schedules = cache(self._make_replica_schedules)
-        self._in_flight_steps: dict[int, float] = {}
+        self._find_in_flight_steps = cache(self._compute_in_flight_steps)
         self._sample_loads = cache(partial(sample_loads, self.workload, self.rollouts_per_group))
         self._sample_chains = cache(partial(sample_loads, workload, self.rollouts_per_group))
         self.find_rollout_profile = cache(self._build_rollout_profile)
@@ -424,33 +424,26 @@ class GenerationModel:
             timing, loads, schedule_loads, steps=steps, slots=slots, rollouts=rollouts
         )
 
-    def _delay_in_window(self, timing: GeneratorTiming, last: float, window: int) -> float:
+    def _delay_in_window(self, last: float, window: int) -> float:
         """Return the decode steps, `last` if alone, of a step among `window` in flight."""
         if self._filtered_fraction:
-            return max(last, self._find_in_flight_steps(timing, window))
+            return max(last, self._find_in_flight_steps(window))
         if self.workload.has_varied_lengths:
-            return (
-                last
-                + self._find_in_flight_steps(timing, window)
-                - self._find_in_flight_steps(timing, 1)
-            )
+            return last + self._find_in_flight_steps(window) - self._find_in_flight_steps(1)
         return last
 
-    def _find_in_flight_steps(self, timing: GeneratorTiming, window: int) -> float:
+    def _compute_in_flight_steps(self, window: int) -> float:
         """Return the mean decode steps that a step is in flight, without slot limits."""
-        if window not in self._in_flight_steps:
-            if self._filtered_fraction:
-                lengths = self.workload.lengths.sample(
-                    4096 * self.rollouts_per_group, np.random.default_rng(0)
-                )
-                longest, groups = lengths.reshape(4096, -1).max(axis=1), self._kept_groups
-            else:
-                replicas = min(timing.replicas, self.workload.groups_per_step)
-                longest, groups = self._sample_loads(replicas).longest_tokens.max(axis=1), 1
-            self._in_flight_steps[window] = compute_mean_time_in_flight(
-                longest, window=window, groups=groups, filtered=self._filtered_fraction
+        if self._filtered_fraction:
+            lengths = self.workload.lengths.sample(
+                4096 * self.rollouts_per_group, np.random.default_rng(0)
             )
-        return self._in_flight_steps[window]
+            longest, groups = lengths.reshape(4096, -1).max(axis=1), self._kept_groups
+        else:
+            longest, groups = self._sample_loads(1).longest_tokens[:, 0], 1
+        return compute_mean_time_in_flight(
+            longest, window=window, groups=groups, filtered=self._filtered_fraction
+        )
 
     def _build_rollout_profile(
         self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int
@@ -467,7 +460,7 @@ class GenerationModel:
         sorted_ends = np.sort(np.concatenate([item.group_ends for item in schedules]))
         result_ends = [float(sorted_ends[math.ceil(cut * len(sorted_ends)) - 1]) for cut in cuts]
         end = undelayed_end * max(1.0, self._estimate_slowest_replica_factor(timing, schedule))
-        end = self._delay_in_window(timing, end, window)
+        end = self._delay_in_window(end, window)
         profiles = [
             np.diff(np.interp(bounds, schedule.edges, np.append(0.0, item.cumsum())))
             / np.diff(bounds)
