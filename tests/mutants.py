@@ -96,20 +96,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "buffer/journal.py",
         "if check != _compute_body_checksum(fields, meta, (payload,), offset):",
         "if not check:",
-        "tests/buffer/test_segment_file.py",
+        "tests/buffer/test_journal.py",
     ),
     Mutant(
         "buffer/run_log.py",
         "if lost or unknown:",
         "if lost:",
-        "tests/buffer/test_ledger.py",
+        "tests/buffer/test_run_log.py",
     ),
     # stream
     Mutant(
         "stream/device_lease.py",
         "for other in (*self._grants, *blocked)",
         "for other in self._grants",
-        "tests/stream/test_device_lease_phases.py",
+        "tests/stream/test_device_lease.py",
     ),
     Mutant(
         "stream/run_state.py",

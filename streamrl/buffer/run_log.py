@@ -183,16 +183,11 @@ class LedgerAudit:
     @property
     def problems(self) -> list[str]:
         """Describe each uid that was not admitted exactly once, or that ended more than once."""
-        inconsistent = [
-            uid for uid in {**self.admitted, **self.outcomes} if self._is_inconsistent(uid)
-        ]
         return [
             f"{uid}: admitted {self.admitted[uid]} times, {', '.join(self.outcomes.get(uid, ()))}"
-            for uid in inconsistent
+            for uid in {**self.admitted, **self.outcomes}
+            if self.admitted[uid] != 1 or len(self.outcomes.get(uid, ())) > 1
         ]
-
-    def _is_inconsistent(self, uid: str) -> bool:
-        return self.admitted[uid] != 1 or len(self.outcomes.get(uid, ())) > 1
 
 
 def audit_run_log(entries: Iterable[Mapping[str, Any]]) -> LedgerAudit:
@@ -434,7 +429,8 @@ def _apply_entry(ledger: Ledger, meta: Mapping[str, Any]) -> None:
         for uid in meta["uids"]:
             ledger.mark_trained(uid)
     elif meta["kind"] == "end":
-        _mark_finished(ledger, meta["uid"], _parse_outcome(meta))
+        outcome = GroupOutcome(meta["cause"], meta["reason"], meta["filtered"])
+        _mark_finished(ledger, meta["uid"], outcome)
 
 
 def check_checkpoint(folder: Path, state: Mapping[str, Any], *, cut: int) -> None:
@@ -464,10 +460,6 @@ def read_history(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Yield every run log entry in order: kind, time (Unix time, s), version or cause, uids."""
     for record in read_log(folder):
         yield record.meta
-
-
-def _parse_outcome(meta: Mapping[str, Any]) -> GroupOutcome:
-    return GroupOutcome(meta["cause"], meta["reason"], meta["filtered"])
 
 
 def read_log(folder: Path, *, first: int = 0, before: int | None = None) -> Iterator[JournalRecord]:

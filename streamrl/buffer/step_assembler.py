@@ -237,7 +237,13 @@ class StepAssembler:
         """
         drawn = self.find_drawable(version)
         for experience in drawn:
-            self._check_staleness(experience, version)
+            staleness = version - self._get_min_version(experience)
+            if staleness > self._max_staleness:
+                raise StaleGroupError(
+                    f"group {experience.uid} was sampled by version {version - staleness}:"
+                    f" {staleness} behind the step of version {version},"
+                    f" pipeline.max_staleness is {self._max_staleness}"
+                )
         self._remove_ready(experience.uid for experience in drawn)
         self._step_groups += drawn
         return drawn
@@ -246,15 +252,6 @@ class StepAssembler:
     def _get_min_version(experience: Experience) -> int:
         assert experience.info is not None, experience.uid
         return experience.info.min_version
-
-    def _check_staleness(self, experience: Experience, version: int) -> None:
-        staleness = version - self._get_min_version(experience)
-        if staleness > self._max_staleness:
-            raise StaleGroupError(
-                f"group {experience.uid} was sampled by version {version - staleness}:"
-                f" {staleness} behind the step of version {version},"
-                f" pipeline.max_staleness is {self._max_staleness}"
-            )
 
     def finish_step(self) -> tuple[TrainedGroup, ...]:
         """End the complete training step; return its groups as the run log records them."""

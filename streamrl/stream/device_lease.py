@@ -47,16 +47,14 @@ class ProgressClock:
 
         Every recorded progress restarts the timeout; an infinite `timeout_s` disables the timeout.
         """
-        if timeout_s == math.inf:
-            async with asyncio.timeout(None) as deadline:
-                yield deadline
-            return
-        async with asyncio.timeout(timeout_s) as deadline:
-            self._deadlines[deadline] = timeout_s
+        is_finite = timeout_s < math.inf
+        async with asyncio.timeout(timeout_s if is_finite else None) as deadline:
+            if is_finite:
+                self._deadlines[deadline] = timeout_s
             try:
                 yield deadline
             finally:
-                del self._deadlines[deadline]
+                self._deadlines.pop(deadline, None)
 
 
 class DedicatedDeviceLease:
@@ -88,8 +86,6 @@ class PhaseGrant:
 
     started_at: float
     holders: Counter[str] = field(default_factory=Counter)
-    has_waiters: bool = False
-    """True if conflicting requests wait."""
 
 
 class DeviceArbiter:
@@ -226,13 +222,11 @@ class DeviceArbiter:
         self._notify_holders()
 
     def _notify_holders(self) -> None:
-        """Wake the `wait_for_preemption` calls of phases that conflict with a new request."""
+        """Wake the `wait_for_preemption` calls of phases that conflict with a request."""
         for phase, grant in self._grants.items():
-            is_wanted = self._has_conflicting_request(phase)
-            if is_wanted and not grant.has_waiters:
+            if self._has_conflicting_request(phase):
                 for holder in grant.holders:
                     self._wake_holder(holder)
-            grant.has_waiters = is_wanted
 
     def _grant_requests(self) -> None:
         """Grant every request whose phase conflicts with no active phase and no earlier request.

@@ -312,18 +312,20 @@ class RunState:
 
         ended: outcomes of the latest groups; the message quotes their reasons.
         """
-        self._check_filter_limit(ended.values())
-        self._check_drop_limit(
-            [outcome for uid, outcome in ended.items() if self._is_stage_failure(uid, outcome)]
-        )
-
-    def _check_filter_limit(self, ended: Iterable[GroupOutcome]) -> None:
         count = self.filter_tally.num_groups
         if count > self.max_filtered:
-            reasons = sorted({outcome.reason for outcome in ended if outcome.filtered})
+            reasons = sorted({outcome.reason for outcome in ended.values() if outcome.filtered})
             raise FilterLimitError(
                 f"step {self.admission.version + 1} has filtered {count} groups, more than"
                 f" {self.max_filtered:.0f} (filter.max_filter_rounds): {'; '.join(reasons[:3])}"
+            )
+        failed = [how for uid, how in ended.items() if self._is_stage_failure(uid, how)]
+        if failed and self.drop_counts.total() > self.max_dropped:
+            cause, count = self.drop_counts.most_common(1)[0]
+            raise DropLimitError(
+                f"step {self.admission.version} has dropped {self.drop_counts.total()} groups, more"
+                f" than {self.max_dropped:.0f}, {count} of them as {cause};"
+                f" the last: {failed[-1].reason}"
             )
 
     def _is_stage_failure(self, uid: str, outcome: GroupOutcome) -> bool:
@@ -337,15 +339,6 @@ class RunState:
             and outcome.cause not in LATE_CAUSES
             and uid not in self.resumed_uids
         )
-
-    def _check_drop_limit(self, failed: Sequence[GroupOutcome]) -> None:
-        if failed and self.drop_counts.total() > self.max_dropped:
-            cause, count = self.drop_counts.most_common(1)[0]
-            raise DropLimitError(
-                f"step {self.admission.version} has dropped {self.drop_counts.total()} groups, more"
-                f" than {self.max_dropped:.0f}, {count} of them as {cause};"
-                f" the last: {failed[-1].reason}"
-            )
 
     async def observe_outages(self, limit_s: float) -> None:
         """Report the outages of services; meanwhile no wait counts as a stall.

@@ -29,7 +29,6 @@ from streamrl.buffer.journal import (
 )
 from streamrl.errors import JournalError
 from tests import fake_shards
-from tests.buffer.journals import intact
 from tests.buffer.schedules import Life, facts, moves
 from tests.buffer.shards import (
     MAX_ATTEMPTS,
@@ -260,7 +259,8 @@ def damage(folder: Path, kind: str, uid: str, **facts: Any) -> CorruptRecord:
         meta = record.meta
         return meta["kind"] == kind and meta["uid"] == uid and facts.items() <= meta.items()
 
-    (position,) = (at for at, record in intact(replay_segments(folder)) if matches(record))
+    items = [item for item in replay_segments(folder) if not isinstance(item, CorruptRecord)]
+    (position,) = (position for position, record in items if matches(record))
     path = get_segment_path(folder, position.segment)
     content = bytearray(path.read_bytes())
     content[position.offset + position.size - 1] ^= 0x01
