@@ -7,9 +7,9 @@ import torch
 from streamrl.engines.models.chunked_head import run_scoring_forward
 from streamrl.engines.models.forward import (
     compute_token_values,
-    extract_values,
     load_two_headed_model,
     load_value_model,
+    shift_right,
 )
 from streamrl.engines.training.forward_scorers import ValueScorer
 from streamrl.errors import WeightsError
@@ -119,8 +119,9 @@ def test_two_heads_of_a_forward_pass_equal_two_models(model_path):
     attention = torch.tensor([[True] * 4, [True, True, False, False]])
     output = model(input_ids=ids, attention_mask=attention.long(), use_cache=False)
     scores = run_scoring_forward(model, ids, attention, temperature=1.0, entropy_mode="none")
+    assert scores.state_values is not None
     torch.testing.assert_close(
-        extract_values(scores, attention), compute_token_values(critic, ids, attention)
+        shift_right(scores.state_values, attention), compute_token_values(critic, ids, attention)
     )
     plain = tiny_model(tied=True, seed=1)(input_ids=ids, attention_mask=attention.long())
     torch.testing.assert_close(output.logits, plain.logits)

@@ -122,9 +122,8 @@ class RankJob:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))
         settings = algorithm.to_settings(max_length=8, reward_weights={})
         policy = PolicyTask(self.model_path, algorithm.spec, settings, TEMPERATURE)
-        critic = CriticTask(self.model_path, algorithm.spec, settings, VALUE_CLIP)
         return ModelTrainer(
-            task or (critic if algorithm is PPO else policy),
+            task or policy,
             config=layout.make_config(**{"lr": LR, **changes}),
             rank=self.rank if layout.world_size > 1 else 0,
             pretraining=pretraining,
@@ -181,15 +180,6 @@ def train_step(
     """Run a step over all groups; return this rank's metric sums and the update's metrics."""
     sums = train_rounds(trainer, GROUPS, num_shares, num_micro_batches=num_micro_batches)
     return sums, trainer.update(compute_divisor(GROUPS), version)
-
-
-def close_after_saving(trainer: ModelTrainer, folder: Path) -> dict[str, torch.Tensor]:
-    """Save state and model; return the parameters."""
-    trainer.save_training_state(folder / "state")
-    trainer.save_model(folder / "model")
-    parameters = parameters_of(trainer)
-    trainer.close()
-    return parameters
 
 
 def parameters_of(trainer: ModelTrainer) -> dict[str, torch.Tensor]:
@@ -293,34 +283,26 @@ def second_step(
     return report, parameters_of(trainer), trainer.num_updates
 
 
-def critic_updates(job: RankJob, layout: Layout) -> None:
-    """Run two critic steps on groups with values, then read the checkpoint back."""
-    trainer = job.trainer(layout, PPO, lr=SEVERAL_LR)
-    sums = []
-    for _ in range(2):
-        sums.append(train_rounds(trainer, VALUED, layout.num_shares))
-        report = trainer.update(SEVERAL_DIVISOR)
-    parameters = close_after_saving(trainer, job.folder / f"critic-{layout.label}")
-    results = {"sums": sums, "parameters": parameters, "report": report}
-    job.results[f"critic/{layout.label}"] = results
-
-
-def two_headed_updates(job: RankJob, layout: Layout) -> None:
-    """Run two steps of a shared policy and critic, and of the policy alone."""
+def valued_updates(job: RankJob, layout: Layout) -> None:
+    """Run two steps of a critic, of the policy, and of models that both share."""
     settings = PPO.to_settings(max_length=8, reward_weights={})
-    task_args = (job.model_path, PPO.spec, settings, TEMPERATURE)
-    tasks: dict[float | None, TrainingTask] = {None: PolicyTask(*task_args)}
-    for weight in SHARED_COEFS:
-        tasks[weight] = TwoHeadedTask(*task_args, value_clip=VALUE_CLIP, value_coef=weight)
-    for coef, task in tasks.items():
-        trainer = job.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
-        sums = []
+    task_args = (job.model_path, PPO.spec, settings)
+    tasks: dict[str, TrainingTask] = {
+        "critic": CriticTask(*task_args, VALUE_CLIP),
+        "policy": PolicyTask(*task_args, TEMPERATURE),
+    }
+    for coef in SHARED_COEFS:
+        heads = TwoHeadedTask(*task_args, TEMPERATURE, value_clip=VALUE_CLIP, value_coef=coef)
+        tasks[f"shared {coef}"] = heads
+    for kind, task in tasks.items():
+        trainer, sums = job.trainer(layout, PPO, task=task, lr=SEVERAL_LR), []
         for _ in range(2):
             sums.append(train_rounds(trainer, VALUED, layout.num_shares))
-            trainer.update(SEVERAL_DIVISOR)
-        folder = job.folder / f"two-headed-{layout.label}-{coef}"
-        parameters = close_after_saving(trainer, folder)
-        job.results[f"two_headed/{layout.label}/{coef}"] = {"sums": sums, "parameters": parameters}
+            report = trainer.update(SEVERAL_DIVISOR)
+        trainer.save_model(job.folder / f"{kind}-{layout.label}")
+        results = {"sums": sums, "parameters": parameters_of(trainer), "report": report}
+        job.results[f"{kind}/{layout.label}"] = results
+        trainer.close()
 
 
 def pretraining_updates(job: RankJob, layout: Layout) -> None:

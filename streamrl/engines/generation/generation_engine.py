@@ -56,28 +56,9 @@ from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_wei
 
 def make_empty_rollout(prompt_ids: Array) -> Rollout:
     """Return a rollout of a prompt, int32 [P], without sampled tokens."""
-    num_tokens = len(prompt_ids)
-    return Rollout(
-        token_ids=prompt_ids,
-        loss_mask=np.zeros(num_tokens, np.bool_),
-        generator_logprobs=np.zeros(num_tokens, np.float32),
-        policy_version=np.full(num_tokens, -1, np.int32),
-        finish_reason=FinishReason.ABORT,
+    return Rollout.from_single_turn(
+        prompt_ids, [], logprobs=[], versions=[], finish_reason=FinishReason.ABORT
     )
-
-
-def count_remaining_tokens(
-    rollout: Rollout, *, num_prompt: int, max_new_tokens: int, max_length: int
-) -> int:
-    """Return the number of tokens that may still be sampled; 0 if the rollout is finished.
-
-    `max_new_tokens` bounds the completion, which follows the `num_prompt` tokens of the prompt.
-    `max_length` bounds prompt and completion together.
-    """
-    if rollout.finish_reason is not FinishReason.ABORT:
-        return 0
-    length = len(rollout.token_ids)
-    return max(0, min(max_new_tokens - (length - num_prompt), max_length - length))
 
 
 def extend_rollout(rollout: Rollout, sampled: SampledSequence) -> Rollout:
@@ -356,29 +337,19 @@ class GenerationEngine:
         self._check_tokens(prompt_ids)
         config = self._spec.config
         limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        rollouts = partial_rollouts or [make_empty_rollout(prompt_ids)] * len(seeds)
-        budgets = [
-            count_remaining_tokens(
-                rollout,
-                num_prompt=len(prompt_ids),
-                max_new_tokens=limit,
-                max_length=self._spec.max_length,
-            )
-            for rollout in rollouts
-        ]
-        rollouts = [
-            replace(rollout, finish_reason=FinishReason.LENGTH)
-            if rollout.finish_reason is FinishReason.ABORT and not budget
-            else rollout
-            for rollout, budget in zip(rollouts, budgets, strict=True)
-        ]
-        sequences = tuple(
-            _make_sequence_request(index, rollout, budget, int(seed), len(prompt_ids))
-            for index, (rollout, budget, seed) in enumerate(
-                zip(rollouts, budgets, seeds, strict=True)
-            )
-            if budget
-        )
+        rollouts = [*(partial_rollouts or [make_empty_rollout(prompt_ids)] * len(seeds))]
+        sequences: list[SequenceRequest] = []
+        for index, (rollout, seed) in enumerate(zip(rollouts, seeds, strict=True)):
+            if rollout.finish_reason is not FinishReason.ABORT:
+                continue
+            token_ids = rollout.token_ids.tolist()
+            num_sampled = len(token_ids) - len(prompt_ids)
+            budget = min(limit - num_sampled, self._spec.max_length - len(token_ids))
+            if budget > 0:
+                next_seed = derive_continuation_seed(int(seed), num_sampled)
+                sequences.append(SequenceRequest(index, token_ids, next_seed, budget, num_sampled))
+            else:
+                rollouts[index] = replace(rollout, finish_reason=FinishReason.LENGTH)
         missing = [sequence.index for sequence in sequences]
         request = RequestInFlight(rollouts, missing, self._thread.create_future(), watch)
         if sequences:
@@ -386,7 +357,7 @@ class GenerationEngine:
             await self._run_request(
                 SamplingRequest(
                     next(self._request_ids),
-                    sequences,
+                    tuple(sequences),
                     settings,
                     stop_token_ids=tuple(stop_token_ids),
                 ),
@@ -644,14 +615,6 @@ class GenerationEngine:
                 f"a prompt with token ids {token_ids.min()} to {token_ids.max()}: the model has "
                 f"{vocab_size} tokens"
             )
-
-
-def _make_sequence_request(
-    index: int, rollout: Rollout, max_new_tokens: int, seed: int, num_prompt: int
-) -> SequenceRequest:
-    num_sampled = len(rollout.token_ids) - num_prompt
-    seed = derive_continuation_seed(seed, num_sampled)
-    return SequenceRequest(index, rollout.token_ids.tolist(), seed, max_new_tokens, num_sampled)
 
 
 async def _build_weights(

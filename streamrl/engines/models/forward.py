@@ -365,11 +365,3 @@ def add_value_head(
     """Add a randomly initialized value head, a scalar per token, on `device` or the model's."""
     width = model.config.get_text_config().hidden_size
     model.score = torch.nn.Linear(width, 1, device=device or model.device, dtype=dtype)
-
-
-def extract_values(output: Any, attention_mask: Tensor) -> Tensor:
-    """Return the values [B, T] of a two-headed model's output; 0 at position 0 and in the padding.
-
-    As in `compute_token_values`, position t has the value of the state before token t.
-    """
-    return shift_right(output.state_values, attention_mask)

@@ -26,10 +26,10 @@ from streamrl.engines.models.forward import (
     TokenScores,
     compute_token_logprobs,
     compute_token_values,
-    extract_values,
     load_model,
     load_two_headed_model,
     load_value_model,
+    shift_right,
     shift_scores,
 )
 from streamrl.engines.training.collate import TOKEN_COLUMNS
@@ -251,7 +251,8 @@ class TwoHeadedTask(PolicyTask):
         output = run_scoring_forward(
             forward, ids, attention, temperature=self.temperature, entropy_mode=self.entropy_mode
         )
-        return shift_scores(output, attention), extract_values(output, attention)
+        assert output.state_values is not None, "the model has two heads"
+        return shift_scores(output, attention), shift_right(output.state_values, attention)
 
 
 @dataclass(frozen=True)

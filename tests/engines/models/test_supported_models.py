@@ -17,10 +17,10 @@ from streamrl.engines.models.supported_models import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from tests.engines.test_architectures import COMMON, QUICK, SLOW
+from tests.engines.models.test_chunked_head import FAMILIES
+from tests.engines.test_architectures import COMMON
 
-LLAMA4 = {"num_local_experts": 2, "head_dim": 32, "intermediate_size_mlp": 96}
-FAMILY_SETTINGS = QUICK | SLOW | {"gpt2": {"n_layer": 2, "n_head": 4}, "llama4_text": LLAMA4}
+FAMILY_SETTINGS = FAMILIES | {"gpt2": {"n_layer": 2, "n_head": 4}}
 FILE = "model.safetensors"
 SECOND = re.compile(r"\.(layers|h)\.1\.")
 

@@ -141,15 +141,15 @@ def test_several_updates_of_a_step_equal_a_plain_process(results, layout):
         assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
 
 
-@pytest.mark.ranks(TrainerCase("critic_updates", ONE))
-@parametrize_layouts("critic_updates", on=SEVERAL_ON, quick=[ONE, TWO])
+@pytest.mark.ranks(TrainerCase("valued_updates", ONE))
+@parametrize_layouts("valued_updates", on=SEVERAL_ON, quick=[ONE, TWO])
 def test_a_critic_learns_the_same_on_any_number_of_ranks(results, folder, layout):
     (single,), cases = results[f"critic/{ONE.label}"], results[f"critic/{layout.label}"]
     for i, expected in enumerate(single["sums"]):
         total = sum_metrics(case["sums"][i] for case in layout.select_shares(cases))
         assert total["loss_value_sum"] == pytest.approx(expected["loss_value_sum"], 1e-4)
     assert single["sums"][1]["loss_value_sum"] < single["sums"][0]["loss_value_sum"]
-    saved = load_value_model(str(folder / f"critic-{layout.label}" / "model"), dtype=torch.float32)
+    saved = load_value_model(str(folder / f"critic-{layout.label}"), dtype=torch.float32)
     assert measure_max_difference(dict(saved.named_parameters()), cases[0]["parameters"]) == 0
     for case in cases:
         difference = measure_max_difference(case["parameters"], single["parameters"])
@@ -158,24 +158,26 @@ def test_a_critic_learns_the_same_on_any_number_of_ranks(results, folder, layout
         assert case["report"]["critic/grad_norm"] > 0
 
 
-@pytest.mark.ranks(TrainerCase("two_headed_updates", ONE))
-@parametrize_layouts("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
+@pytest.mark.ranks(TrainerCase("valued_updates", ONE))
+@parametrize_layouts("valued_updates", on=SEVERAL_ON, quick=[ONE, TWO])
 def test_a_two_headed_model_learns_both_losses_on_any_number_of_ranks(results, folder, layout):
-    none, coef = None, SHARED_COEFS[1]
-    expected = {c: results[f"two_headed/{ONE.label}/{c}"][0]["parameters"] for c in (none, coef)}
+    without, shared = (f"shared {coef}" for coef in SHARED_COEFS)
+    policy_alone = results[f"policy/{ONE.label}"][0]["parameters"]
+    expected = results[f"{shared}/{ONE.label}"][0]["parameters"]
     start = parameters_by_name(tiny_model(tied=True, seed=0, kv_heads=2))
-    start |= {n: torch.zeros_like(t) for n, t in expected[coef].items() if n not in start}
-    cases = results[f"two_headed/{layout.label}/{coef}"]
+    start |= {n: torch.zeros_like(t) for n, t in expected.items() if n not in start}
+    cases = results[f"{shared}/{layout.label}"]
     for case in cases:
-        assert measure_update_error(case["parameters"], expected[coef], start) < 0.004
+        assert measure_update_error(case["parameters"], expected, start) < 0.004
     # Without weight, the value loss leaves the policy and the head as they are.
-    for case in results[f"two_headed/{layout.label}/{SHARED_COEFS[0]}"]:
+    for case in results[f"{without}/{layout.label}"]:
         policy = {n: t for n, t in case["parameters"].items() if "score" not in n}
-        assert measure_max_difference(policy, expected[none]) < 0.1 * SEVERAL_LR
+        assert measure_max_difference(policy, policy_alone) < 0.1 * SEVERAL_LR
         assert not case["parameters"]["score.weight"].any()
     assert sum(case["sums"][1]["critic_loss_value_sum"] for case in cases) > 0
-    saved = folder / f"two-headed-{layout.label}-{coef}" / "model"
-    model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder / f"{shared}-{layout.label}", output_loading_info=True
+    )
     assert not info["unexpected_keys"], "a generator loads the policy and nothing else"
     policy = {n: value for n, value in cases[0]["parameters"].items() if "score" not in n}
     parameters = dict(model.named_parameters(remove_duplicate=False))
