@@ -163,10 +163,9 @@ def test_a_retry_is_the_same_prompt_under_the_next_attempt():
     assert second.token_ids is first.token_ids
 
 
+# No bad rows: more than a few would end the stream.
 statuses = st.dictionaries(
-    st.integers(0, 39),
-    st.sampled_from([RowStatus.BAD, RowStatus.FILTERED, RowStatus.TOO_LONG]),
-    max_size=20,
+    st.integers(0, 39), st.sampled_from([RowStatus.FILTERED, RowStatus.TOO_LONG]), max_size=20
 )
 
 

@@ -1,5 +1,9 @@
+"""Rules that score answers: patterns and numbers, and matchers of mathematics."""
+
+import asyncio
 import time
 from fractions import Fraction
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -8,11 +12,22 @@ from hypothesis import strategies as st
 
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError
-from streamrl.rewards.interface.reward import RewardSpec
-from streamrl.rewards.kinds.rules import parse_number
-from streamrl.rewards.registry import REWARD_KINDS
-from streamrl.user_code.reward_result import RewardOutcome
-from tests.rewards.judged import prompt
+from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.interface.reward import RewardContext, RewardSpec
+from streamrl.rewards.kinds import math_answers
+from streamrl.rewards.kinds.rules import (
+    KIND_BY_SOURCE,
+    MATCHERS,
+    SymbolicOptions,
+    SymbolicReward,
+    find_kind,
+    parse_number,
+)
+from streamrl.rewards.kinds.symbolic import judge_symbolic
+from streamrl.rewards.registry import REWARD_KINDS, build_rewards
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
+from tests.rewards.judged import judge, prompt
+from tests.rewards.kinds.answers import ANSWERS, RULES
 
 
 def build(kind, **options):
@@ -144,3 +159,253 @@ async def test_the_dapo_recipe_extracts_answers_in_common_formats(completion):
     reward = build("numeric", **config.options)
     assert await score_one(reward, completion, "34") == 1.0
     assert await score_one(reward, completion, "12") == 0.0
+
+
+@pytest.mark.parametrize("letter", RULES)
+def test_matchers_agree_with_the_answers_table(letter):
+    for completion, truth, right_by in ANSWERS:
+        try:
+            result = RULES[letter](completion, truth)
+        except RewardError:
+            assert letter in "sf"  # only GSM8K requires a number
+            continue
+        assert (result.score == 1) == (letter in right_by), (completion, truth)
+        assert (result.outcome is RewardOutcome.PASS) == (result.score == 1)
+
+
+def test_equal_answers_have_equal_normal_forms():
+    assert math_answers.judge_gsm8k("#### 1,234", "5").answer == "1234"
+    assert math_answers.judge_gsm8k("It is 1,234.", "5", method="flexible").answer == "1234"
+    halves = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\dfrac12}", r"\boxed{x = \frac{1}{2}}")
+    assert {math_answers.judge_math(half, "5").answer for half in halves} == {r"\frac{1}{2}"}
+    lines = (
+        "Answer: $34$",
+        "answer: x = 34",
+        r"Answer: \boxed{34}",
+        r"\boxed{34}",
+        "Answer: 34 cm",
+    )
+    assert {math_answers.judge_dapo_math(line, "5").answer for line in lines} == {"34"}
+
+
+def test_the_detail_of_a_missing_answer_names_the_missing_marker():
+    result = math_answers.judge_gsm8k("9", "9")
+    assert result.answer is None
+    assert result.detail == "no #### and a number in the last 300 characters"
+    expected = "no number in the last 300 characters"
+    assert math_answers.judge_gsm8k("", "9", method="flexible").detail == expected
+    assert math_answers.judge_math(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
+    assert math_answers.judge_dapo_math("9", "9").detail == r"no Answer: and no \boxed{} at the end"
+
+
+@pytest.mark.parametrize("rule", ["gsm8k", "math", "dapo_math"])
+@pytest.mark.parametrize("truth", [None, "", "  ", True, 1.5, ["9"], {"target": "9"}])
+def test_a_ground_truth_of_another_type_is_refused(rule, truth):
+    with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
+        MATCHERS[rule].validate_truth(truth)
+    with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
+        MATCHERS[rule].judge_completion("9", truth)
+
+
+@pytest.mark.parametrize("truth", ["nine", "16 - 7 = 9\n#### 9", "1/2", ",", "9 eggs"])
+def test_gsm8k_refuses_a_ground_truth_without_a_number(truth):
+    with pytest.raises(RewardError, match="must be a number in decimal digits, is"):
+        math_answers.validate_gsm8k_truth(truth)
+
+
+@pytest.mark.parametrize(
+    ("rule", "truth"), [("math", r"\%"), ("math", "x="), ("dapo_math", "degrees")]
+)
+def test_a_ground_truth_with_an_empty_normal_form_is_refused(rule, truth):
+    with pytest.raises(RewardError, match="ground_truth is empty in normal form"):
+        MATCHERS[rule].validate_truth(truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (r"a = \frac12 + \sqrt3", r"\frac{1}{2}+\sqrt{3}"),
+        (r"the area is $\mbox{about }7$ square inches", "about7"),
+        (r"1,234,567 \text{ meters}", "1234567"),
+    ],
+)
+def test_dapo_math_normalizes_answers_like_minerva(text, form):
+    assert math_answers.normalize_answer(text) == form
+
+
+@pytest.mark.parametrize(
+    ("num_words", "score"),
+    [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (20, 1.0), (21, 0.75), (24, 0.0)],
+)
+async def test_the_score_falls_linearly_outside_the_length_bounds(num_words, score):
+    options = {"least": 10, "most": 20, "tolerance": 4}
+    config = RewardConfig("length", options=options)
+    outcome = "pass" if score == 1 else "wrong"
+    assert await judge(config, prompt(None), "word " * num_words) == [(score, outcome)]
+
+
+PIECES = [
+    *("\\boxed{", "\\boxed ", "{", "}", "#### ", "Answer: ", "answer is ", "B", "1", ",", ".", "="),
+    *("\\frac", "\\sqrt", "\\text{ ", "$", "/", "-", " ", "\n", "<think>", "</think>", "\\", "("),
+]
+
+
+def judge_34(name, completion):
+    return MATCHERS[name].judge_completion(completion, "34")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("openai/gsm8k", "gsm8k"),
+        ("lighteval/MATH", "math"),
+        ("math_dapo", "dapo_math"),
+        ("aime2024", "dapo_math"),
+        ("numina_olympiads", "symbolic"),
+    ],
+)
+def test_a_data_source_selects_its_rule(source, name):
+    assert find_kind(source) == name
+
+
+@pytest.mark.parametrize("source", ["", "codecontests", "AIME", "openai/gsm8k2", "math_other"])
+def test_an_unknown_data_source_is_named(source):
+    with pytest.raises(RewardError, match=f"data_source {source!r} has no default rule; known:"):
+        find_kind(source)
+
+
+@pytest.mark.parametrize("name", MATCHERS)
+@given(completion=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_matchers_accept_any_completion(name, completion):
+    result = judge_34(name, completion)
+    assert isinstance(result, RewardResult)
+    assert result.outcome in (RewardOutcome.PASS, RewardOutcome.WRONG)
+    assert -1 <= result.score <= 1
+
+
+@pytest.mark.parametrize("name", MATCHERS)
+def test_a_completion_of_a_million_characters_takes_less_than_a_second(name):
+    for piece in PIECES:
+        half = piece * (500_000 // len(piece))
+        started = time.process_time()
+        judge_34(name, f"{half} answer is {half} \\boxed{{{half}}}")
+        assert time.process_time() - started < 1, piece
+
+
+def test_the_reference_names_every_rule_option_and_source():
+    page = (Path(__file__).parents[3] / "docs" / "rewards_reference.md").read_text()
+    options = {
+        name for rule in MATCHERS.values() for name in signature(rule.judge_completion).parameters
+    }
+    for name in {*MATCHERS, *KIND_BY_SOURCE, *options} - {"completion", "truth"}:
+        assert f"`{name}`" in page
+
+
+@pytest.mark.parametrize(
+    ("completion", "truth", "score"),
+    [
+        (r"\boxed{1+x}", "x+1", 1),
+        (r"\boxed{1+x}", "$x+1$", 1),
+        (r"\boxed{1+x}", r"\boxed{x+1}", 1),
+        (r"So it is $\frac{2}{4}$.", "0.5", 1),
+        (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1),
+        (r"\boxed{1,234}", "1234", 1),
+        ("The answer is 34.", 34, 1),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}", 1),
+        (r"\boxed{x+2}", "x+1", 0),
+        (r"\boxed{0.33}", r"\frac{1}{3}", 0),
+        ("no idea", "7", 0),
+        ("", "7", 0),
+    ],
+)
+def test_answers_are_compared_as_mathematics(completion, truth, score):
+    assert judge_symbolic(completion, truth).score == score
+
+
+def test_an_integer_too_long_to_print_is_scored():
+    assert judge_symbolic(r"\boxed{10^{5000}}", "7").score == 0
+    assert judge_symbolic(r"\boxed{10^{5000}}", r"10^{5000}").score == 1
+
+
+def test_a_ground_truth_that_cannot_be_parsed_is_an_error():
+    with pytest.raises(RewardError, match="cannot be parsed by math-verify: "):
+        judge_symbolic("7", r"\boxed{}")
+    with pytest.raises(RewardError, match="must be an answer as text or an int"):
+        math_answers.validate_symbolic_truth(None)
+    for prose in ("the cat sat", r"\boxed{\text{The set of all even numbers}}"):
+        with pytest.raises(RewardError, match="ground_truth is prose"):
+            judge_symbolic(prose, prose)
+    for mathematics in (r"\frac{\sin x}{\cos x}+\sqrt{2}", r"3 \text{ cm}", "12 dollars", "x or y"):
+        assert math_answers.validate_symbolic_truth(mathematics) == mathematics
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "truth", "right", "wrong", "low"),
+    [
+        ("gsm8k", {}, "1000", "so #### 1,000", "1000", 0.0),
+        ("gsm8k", {"method": "flexible"}, "12", "it is 12", "it is 13", 0.0),
+        ("math", {}, "\\frac{1}{2}", "thus \\boxed{\\frac12}", "\\boxed{2}", 0.0),
+        ("dapo_math", {}, "34", "Answer: 34", "Answer: 35", -1.0),
+        ("length", {"most": 2, "tolerance": 1}, None, "two words", "these are three", 0.0),
+    ],
+)
+async def test_rules_are_kinds_with_their_options(kind, options, truth, right, wrong, low):
+    config = RewardConfig(kind, options=options)
+    results = await judge(config, prompt(truth), right, wrong)
+    assert results == [(1.0, "pass"), (low, "wrong")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("gsm8k", {"method": "loose"}, r"rewards\[0\].method=loose: must be one of"),
+        ("length", {"least": 3, "most": 2}, r"rewards\[0\].most=2"),
+        ("choice", {}, r"rewards\[0\].kind=choice: no such kind; use kind exact with pattern: "),
+        ("length", {"unit": "tokens"}, r"rewards\[0\].unit=tokens"),
+    ],
+)
+def test_invalid_rule_options_are_named(kind, options, words):
+    with pytest.raises(ConfigError, match=words):
+        build_rewards([RewardConfig(kind, options=options)])
+
+
+@pytest.mark.slow
+async def test_symbolic_compares_mathematics_and_endless_parsing_is_a_timeout():
+    config = RewardConfig("symbolic", options={"timeout_s": 60.0, "memory_gib": 0.5})
+    results = await judge(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
+    assert results == [(1.0, "pass"), (0.0, "wrong")]
+    config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
+    (endless,) = await judge(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
+    assert endless in [(0.0, "memory"), (0.0, "timeout")]
+
+
+async def test_a_completion_that_cannot_be_judged_ends_the_others_of_its_group(monkeypatch):
+    ended = []
+
+    async def call_once(self, request):
+        try:
+            await asyncio.sleep(0.0 if request[1] == "broken" else 60.0)
+            raise RewardError(request[1])
+        finally:
+            ended.append(request[1])
+
+    monkeypatch.setattr(SymbolicReward, "call_once", call_once)
+    reward = SymbolicReward(RewardSpec("symbolic", SymbolicOptions(), RewardContext()))
+    with pytest.raises(RewardError, match="broken"):
+        await reward.score(prompt("7"), ["a", "broken", "b"])
+    assert sorted(ended) == ["a", "b", "broken"]
+
+
+async def test_auto_selects_the_rule_by_data_source():
+    auto = RewardConfig("auto")
+    assert await judge(auto, prompt("7", "openai/gsm8k"), "#### 7") == [(1.0, "pass")]
+    assert await judge(auto, prompt("7", "aime2024"), "Answer: 8") == [(-1.0, "wrong")]
+    row = prompt("x+1", "numina_olympiads")
+    assert await judge(auto, row, "\\boxed{1+x}") == [(1.0, "pass")]
+    with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no default rule"):
+        build_rewards([auto]).check_prompts([prompt("7", "mine")])
+
+
+async def test_an_unusable_ground_truth_is_an_error_during_the_run():
+    with pytest.raises(RewardError, match="reward gsm8k, uid 0:4:0: ground_truth"):
+        await build_rewards([RewardConfig("gsm8k")]).judge_texts(prompt("seven"), ["#### 7"])
