@@ -61,7 +61,6 @@ def _make_pretraining(config: RunConfig) -> PretrainingLoss:
 
 
 def _make_reference_scorer(config: RunConfig, max_length: int) -> HostedScorer:
-
     model = LogprobScorer(
         config.model.path,
         temperature=config.generator.temperature,
@@ -75,7 +74,6 @@ def _make_reference_scorer(config: RunConfig, max_length: int) -> HostedScorer:
 
 
 def _make_value_scorer(call: ModelCall, config: RunConfig, max_length: int) -> HostedScorer:
-
     shares_policy = config.critic.shared_coef is not None
     role, (column,) = POLICY if shares_policy else call.followed_role, call.produces
     trainer_config = config.get_trainer_config(role)

@@ -220,12 +220,6 @@ def check_device(*, assigned_gpus: int = 0) -> None:
         )
 
 
-def check_ray_agrees(ray_gpus: float) -> None:
-    """Raise ConfigError if Ray's GPUs on this machine are none, and torch's are not, or reverse."""
-    with use_device(on_gpu=ray_gpus > 0):
-        check_device()
-
-
 def _get_torch() -> Any:
     """Return torch, which the processes that never compute do not load."""
     import torch

@@ -18,7 +18,7 @@ from ray.exceptions import AuthenticationError, RayError
 
 from streamrl.actors.launch.fork_server import stop_fork_server
 from streamrl.actors.launch.local_ray import keep_sigterm_handler, start_local_ray
-from streamrl.distributed.devices import check_ray_agrees, count_local_gpus, use_device
+from streamrl.distributed.devices import check_device, count_local_gpus, use_device
 from streamrl.engines.vllm.environment import MODEL_RUNNERS
 from streamrl.errors import ConfigError
 from streamrl.placement.config import PlacementConfig
@@ -99,9 +99,9 @@ def connect_cluster(
     ):
         resources = ray.cluster_resources()
         gpus = resources.get("GPU", 0)
-        if not placement.address:
-            check_ray_agrees(gpus)
         with use_device(on_gpu=gpus > 0):
+            if not placement.address:
+                check_device()  # Ray and torch count the GPUs of this machine
             capacity = ClusterCapacity(resources.get("CPU", 0), gpus)
             yield RayContext(gpus > 0, choose_mode(make_options(gpus > 0), capacity))
 
