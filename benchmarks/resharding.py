@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from multiprocessing.connection import wait
@@ -133,7 +133,7 @@ def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment
 
     Consecutive ranks of a replica get consecutive tensor shards, then the next stage.
     """
-    zero = assign_zero_redundancy(train, generate)  # raises if the sizes do not fit
+    zero = assign_zero_redundancy(train, generate)
 
     def locate(rank: int) -> RankCoordinates:
         at = train.get_coordinates(rank)
@@ -147,7 +147,22 @@ def assign_vanilla(train: RankGrid, generate: GenerationSizes) -> RankAssignment
 def assign_generation_ranks(
     grouping: str, train: RankGrid, generate: GenerationSizes, training_layout: ModelLayout
 ) -> RankAssignment:
-    """Assign ranks to generation shards by one of GROUPINGS."""
+    """Assign ranks to generation shards by one of GROUPINGS.
+
+    Raises ValueError if the sizes do not fit.
+    """
+    sizes = astuple(generate)
+    if train.num_ranks != math.prod(sizes):
+        raise ValueError(
+            f"training {train} has {train.num_ranks} ranks, generation"
+            f" {'-'.join(map(str, sizes))} has {math.prod(sizes)}"
+        )
+    divides = not (train.tp_size % generate.tp_size or train.pp_size % generate.pp_size)
+    if grouping != "overlap" and not (divides and train.dp_size == generate.dp_size):
+        raise ValueError(
+            f"grouping {grouping}: {'-'.join(map(str, sizes))} must divide {train} in stages and"
+            " tensor ranks and have as many data replicas"
+        )
     if grouping == "overlap":
         return assign_max_overlap(training_layout, generate)
     assign = assign_zero_redundancy if grouping == "zero" else assign_vanilla
@@ -187,8 +202,8 @@ def make_switch(arguments: argparse.Namespace) -> LayoutSwitch:
     """Build the switch. Raises ValueError if sizes do not fit."""
     train = RankGrid.from_text(arguments.train, arguments.order)
     generate = parse_generation_sizes(arguments.generate)
-    if max(train.num_ranks, generate.num_ranks) > MOST_RANKS:
-        ranks = max(train.num_ranks, generate.num_ranks)
+    if max(train.num_ranks, math.prod(astuple(generate))) > MOST_RANKS:
+        ranks = max(train.num_ranks, math.prod(astuple(generate)))
         raise ValueError(f"{ranks} ranks: at most {MOST_RANKS} processes are started")
     model = MODELS[arguments.model](train, generate)
     least = train.num_ranks * max(spec.itemsize for spec in model.tensors)
@@ -279,7 +294,7 @@ def execute_patterns(
     exact = reports["point_to_point"]
     return {
         "train": str(switch.train),
-        "generate": str(switch.generate),
+        "generate": "-".join(map(str, astuple(switch.generate))),
         "order": switch.train.order,
         "grouping": switch.grouping,
         "model_bytes": switch.model.num_bytes,

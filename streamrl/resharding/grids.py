@@ -94,8 +94,6 @@ class RankGrid:
         return self.pp_size * self.tp_size * self.dp_size
 
     def get_coordinates(self, rank: int) -> RankCoordinates:
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank {rank} of a grid of {self.num_ranks}")
         outer, tensor = divmod(rank, self.tp_size)
         if self.order == "hf":
             replica, stage = divmod(outer, self.pp_size)

@@ -155,10 +155,14 @@ def test_with_more_tensor_ranks_than_in_training_neighbors_stay_together():
 
 
 def test_incompatible_sizes_are_refused_by_name():
-    with pytest.raises(ValueError, match="training 1-4-2 has 8 ranks, generation 1-2-2-1 has 4"):
-        assign_zero_redundancy(RankGrid.from_text("1-4-2"), parse_generation_sizes("1-2-2-1"))
-    with pytest.raises(ValueError, match="1-4-2-1 must divide 1-2-4 in stages and tensor ranks"):
-        assign_zero_redundancy(RankGrid.from_text("1-2-4"), parse_generation_sizes("1-4-2-1"))
+    for train, generate, fault in (
+        ("1-4-2", "1-2-2-1", "training 1-4-2 has 8 ranks, generation 1-2-2-1 has 4"),
+        ("1-2-4", "1-4-2-1", "1-4-2-1 must divide 1-2-4 in stages and tensor ranks"),
+    ):
+        grid = RankGrid.from_text(train)
+        layout = create_layout(even(2), grid.assign_ranks())
+        with pytest.raises(ValueError, match=fault):
+            assign_generation_ranks("zero", grid, parse_generation_sizes(generate), layout)
     with pytest.raises(ValueError, match="1-4: must be pipeline-tensor-data"):
         RankGrid.from_text("1-4")
     with pytest.raises(ValueError, match="1-0-2: must be at least 1"):
