@@ -2,17 +2,23 @@
 
 import pickle
 
+import msgspec
 import numpy as np
 import pytest
 
 from streamrl.errors import ContractError
 from streamrl.messages import (
     FinishReason,
+    GroupInfo,
     Prompt,
     Rollout,
+    check_samples,
+    count_samples,
     extract_completions,
     rollouts_to_columns,
+    sum_over_samples,
 )
+from tests.rollouts import make_rollout
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [2**31 - 1, -1, 0]])
@@ -75,3 +81,36 @@ def test_completions_begin_with_the_first_sampled_token():
     ]
     assert completions == [[1], [2, 50, 3], []]
     assert completions == [rollout.completion_ids.tolist() for rollout in rollouts]
+
+
+def make_samples(episode: list[int]) -> dict[str, np.ndarray]:
+    """Make the columns of a group, with a rollout of one prompt and one sampled token each."""
+    columns = rollouts_to_columns([make_rollout([1], [2]) for _ in episode])
+    return columns | {"episode": np.array(episode, np.int32)}
+
+
+def test_rollouts_with_the_same_episode_are_samples_of_it():
+    columns = make_samples([0, 0, 1, 2, 2, 2])
+    assert count_samples(columns).tolist() == [2, 1, 3]
+    assert sum_over_samples(columns["lengths"], count_samples(columns)).tolist() == [4, 2, 6]
+    info = GroupInfo.from_columns(columns)
+    assert (info.samples, len(info.lengths)) == ((2, 1, 3), 6)
+
+
+def test_without_the_column_each_rollout_is_an_episode():
+    columns = make_samples([0, 1])
+    del columns["episode"]
+    assert count_samples(columns).tolist() == [1, 1]
+    info = GroupInfo.from_columns(columns)
+    assert info.samples == ()
+
+
+@pytest.mark.parametrize("episode", [[1, 2], [0, 2], [0, 1, 0], [-1, 0], [1, 0]])
+def test_samples_of_an_episode_must_follow_each_other(episode: list[int]):
+    with pytest.raises(ContractError, match="must number the episodes from 0"):
+        check_samples(make_samples(episode))
+
+
+def test_a_group_that_was_journaled_before_episodes_had_samples_is_read():
+    stored = {"lengths": (3, 2), "num_loss_tokens": 2, "version_tokens": ((0, 2),), "num_turns": 2}
+    assert msgspec.convert(stored, GroupInfo).samples == ()

@@ -1,7 +1,9 @@
-"""Queue client over several shards: location of groups, finished groups, dead holders."""
+"""Queue client over several shards: routing, requests, grants, renewals, dead holders."""
 
 import asyncio
+import gc
 import math
+import weakref
 import zlib
 
 import numpy as np
@@ -10,9 +12,10 @@ import pytest
 from streamrl.buffer import ExperienceQueue, QueueShard
 from streamrl.buffer.encoding import LARGE_BLOB_BYTES
 from streamrl.errors import ContractError, DeadlineError
-from streamrl.messages import Columns
-from tests.buffer.clients import UIDS, do, local_shards, queue_of, take_all
+from streamrl.messages import Columns, FilteredGroup
+from tests.buffer.clients import UIDS, do, finish, lease, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
+from tests.fake_shards import CALL_S
 from tests.virtual_time import in_virtual_time
 
 
@@ -151,3 +154,196 @@ async def test_find_overdue_and_locate_groups_cover_all_shards():
     assert all("held by worker-0 for 6." in phrase for phrase in locations.values())
     await watcher.requeue_overdue(overdue)
     assert len(await slow.renew_leases()) == 5
+
+
+# Requests
+
+
+@in_virtual_time
+async def test_waiting_lease_call_returns_when_any_shard_gets_a_prompt():
+    queue = queue_of(3)
+    waiting = asyncio.create_task(lease(queue, "generate", 4, wait_s=60.0))
+    await asyncio.sleep(5.0)
+    await queue.insert_prompts([prompt("0:7:0")], 0)
+    (group,) = await waiting
+    assert group.uid == "0:7:0"
+    assert group.prompt is not None and group.prompt.token_ids.tolist() == [1, 2]
+    assert asyncio.get_running_loop().time() < 6.0
+
+
+@in_virtual_time
+async def test_request_outlives_the_call():
+    shards = local_shards(1)
+    queue = ExperienceQueue(shards, "me")
+    for _ in range(5):
+        assert not await lease(queue, "generate", 2)
+    cancelled = asyncio.create_task(lease(queue, "generate", 2, wait_s=9))
+    await asyncio.sleep(1.0)
+    cancelled.cancel()
+    await queue.insert_prompts([prompt("0:0:0")], 0)
+    await asyncio.sleep(1.0)
+    # The shard answered the first call's request while no call was waiting.
+    started = asyncio.get_running_loop().time()
+    (group,) = await lease(queue, "generate", 2)
+    assert asyncio.get_running_loop().time() == started
+    assert group.uid == "0:0:0"
+
+
+@in_virtual_time
+async def test_request_is_retried_after_a_shard_restart_and_gets_the_same_leases():
+    shards = local_shards(1)
+    queue = ExperienceQueue(shards, "me")
+    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)
+    leasing = asyncio.create_task(lease(queue, "generate", 3, wait_s=60.0))
+    # The grant is in the log, but the reply is still in flight.
+    await asyncio.sleep(1.5 * CALL_S + 0.002)
+    await shards[0].log.append([])
+    shards[0].kill()
+    shards[0].revive()
+    first = await leasing
+    assert len(first) == 3
+    second = await lease(queue, "generate", 20)
+    assert len(second) == 17
+    assert await queue.commit_columns([(group.lease, rollouts()) for group in first]) == []
+
+
+# Active leases
+
+
+@in_virtual_time
+async def test_pending_grants_are_renewed():
+    shards = local_shards(2)
+    queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    await queue.insert_prompts([prompt(uid) for uid in UIDS[:4]], 0)
+    assert queue.renew_interval_s == float("inf"), "no leases are held"
+    (first,) = await lease(queue, "generate")
+    assert queue.renew_interval_s == pytest.approx(10.0 / 3)
+    taken_uids = {group.uid for group in await take_all(other_queue, "generate")}
+    for _ in range(5):
+        await asyncio.sleep(queue.renew_interval_s)
+        assert await queue.renew_leases() == []
+        await other_queue.renew_leases()
+    assert not await take_all(other_queue, "generate")
+    assert first.uid not in taken_uids
+
+
+@in_virtual_time
+async def test_lost_leases_are_reported_once_and_not_returned():
+    shards = local_shards(2)
+    queue, other_queue = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+    leasing = asyncio.create_task(lease(queue, "generate", 2, wait_s=5.0))
+    await asyncio.sleep(1.0)
+    # One group in each shard: the second reply arrives after the call has returned.
+    await queue.insert_prompts([prompt("0:0:0")], 0)
+    (pending,) = await leasing
+    await queue.insert_prompts([prompt(uid) for uid in UIDS[1:4]], 0)
+    await asyncio.sleep(11.0)
+    taken_uids = [group.uid for group in await take_all(other_queue, "generate")]
+    assert pending.uid in taken_uids
+    lost = {lease.uid for lease in await queue.renew_leases()}
+    assert pending.uid in lost and lost <= set(taken_uids) and len(lost) > 1
+    assert await queue.renew_leases() == []
+    assert not await lease(queue, "generate", 2)
+
+
+@in_virtual_time
+async def test_settled_leases_are_not_renewed():
+    queue = queue_of(2)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS[:3]], 0)
+    done, failed, filtered = await take_all(queue, "generate")
+    await queue.commit_columns([(done.lease, rollouts())])
+    await queue.filter_groups([(filtered.lease, FilteredGroup("not worth it"))])
+    await queue.fail_groups([(failed.lease, DeadlineError("no"))])
+    (redelivered,) = await take_all(queue, "generate")
+    await queue.fail_groups([(redelivered.lease, DeadlineError("no"))])
+    assert queue.renew_interval_s == float("inf")
+    assert await queue.renew_leases() == []
+
+
+@in_virtual_time
+async def test_coordinator_does_not_renew_and_forgets_removed_groups():
+    queue = queue_of(1)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
+    await finish(queue)
+    (ready,) = await take_all(queue, "train")
+    assert queue.renew_interval_s == float("inf")
+    released = weakref.ref(ready.lease)
+    del ready
+    await queue.remove_groups(["0:0:0"], 1)
+    gc.collect()
+    assert released() is None
+
+
+# Pending grants
+
+
+@in_virtual_time
+async def test_pending_grants_do_not_expire_during_other_work():
+    queue = queue_of(4)
+    uids = {f"0:{i}:0" for i in range(12)}
+    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
+    done = []
+    for _ in range(12):
+        (group,) = await lease(queue, "generate")
+        await asyncio.sleep(6.0)  # each within its lease
+        assert await queue.commit_columns([(group.lease, rollouts())]) == []
+        done.append((group.uid, group.lease.attempt))
+    assert sorted(done) == sorted((uid, 1) for uid in uids)
+
+
+@in_virtual_time
+async def test_grant_that_fails_to_decode_stays_for_the_next_call():
+    queue = queue_of(2)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)
+    (first,) = await lease(queue, "generate")
+    await asyncio.sleep(1.0)  # the other shard has granted a group as well
+    with pytest.raises(ContractError, match=r"\['nope'\] do not exist yet"):
+        await lease(queue, "generate", columns=("nope",))
+    started = asyncio.get_running_loop().time()
+    (second,) = await lease(queue, "generate")
+    assert asyncio.get_running_loop().time() == started
+    assert second.uid != first.uid and second.lease.attempt == 1
+
+
+@in_virtual_time
+async def test_lease_lost_during_a_lease_call_is_reported_by_the_next_renewal():
+    queue = queue_of(1)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
+    (group,) = await lease(queue, "generate")
+    await asyncio.sleep(30.0)
+    (redelivered,) = await lease(queue, "generate")
+    assert await queue.renew_leases() == [group.lease]
+    assert await queue.renew_leases() == []
+    assert await queue.commit_columns([(redelivered.lease, rollouts())]) == []
+
+
+@in_virtual_time
+async def test_lost_lease_with_a_refused_commit_is_not_reported_again():
+    queue = queue_of(1)
+    await queue.insert_prompts([prompt("0:0:0")], 0)
+    (group,) = await lease(queue, "generate")
+    await asyncio.sleep(30.0)
+    (redelivered,) = await lease(queue, "generate")
+    assert await queue.commit_columns([(group.lease, rollouts())]) == ["0:0:0"]
+    assert await queue.renew_leases() == []
+    assert await queue.commit_columns([(redelivered.lease, rollouts())]) == []
+
+
+@in_virtual_time
+async def test_grants_are_returned_only_after_a_due_renewal():
+    shards = local_shards(2)
+    queue = ExperienceQueue(shards, "me")
+    uids = [next(uid for uid in UIDS if queue.get_shard_index(uid) == i) for i in range(2)]
+    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
+    (group,) = await lease(queue, "generate")
+    await asyncio.sleep(6.0)  # the other shard has answered as well, and a renewal is due
+    await queue.insert_prompts([prompt(uid) for uid in UIDS], 0)  # makes the leases durable
+    for shard in shards:
+        shard.kill()
+    started = asyncio.get_running_loop().time()
+    assert await lease(queue, "generate") == []
+    assert asyncio.get_running_loop().time() == started + 1.0, "a renewal that hangs is left"
+    for shard in shards:
+        shard.revive()
+    (second,) = await lease(queue, "generate", wait_s=10.0)
+    assert {group.uid, second.uid} == set(uids)
