@@ -305,7 +305,6 @@ LONG = "x" * 400
         (["plan", GRPO, "--cluster", ""], "--cluster: must not be empty"),
         (["plan", "", "--cluster", "8xH100"], "CONFIG: must not be empty"),
         (["plan", *PLAN_ARGS, "-o", ""], "-o/--output: must not be empty"),
-        (["simulate", *PLAN_ARGS, "--placement", ""], "--placement: must not be empty"),
         (["report", ""], "RUN: must not be empty"),
         (["train", "--resume", ""], "--resume: must not be empty"),
         (["evaluate", "model", "--data", ""], "--data: must not be empty"),
