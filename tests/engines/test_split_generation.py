@@ -124,7 +124,10 @@ def hold_engine(pipe: Connection, folder: str) -> None:
 
 async def test_ranks_that_hang_end_with_a_killed_engine(tmp_path: Path):
     folder = save(tiny_model(tied=True, seed=1), tmp_path, ends=False)
-    process, parent_end = forked.start(hold_engine, folder)
+    # Not by forked.start, whose processes may have no children.
+    parent_end, child_end = forked.context().Pipe()
+    process = forked.context().Process(target=hold_engine, args=(child_end, folder))
+    process.start()
     assert await asyncio.to_thread(parent_end.poll, 120)
     ranks = [psutil.Process(pid) for pid in parent_end.recv()]
     assert len(ranks) == 2

@@ -75,17 +75,6 @@ def assert_aligned(contributions: Iterable[tuple[NamedBox, ...]], starts: Iterab
             end += box.numel * SIZES[tensor]
 
 
-def test_equal_contributions_need_only_all_gathers():
-    contributions = [[("plain", TensorBox((rank, 0), (rank + 1, 10)))] for rank in range(3)]
-    rounds = plan_gather_rounds(contributions, {"plain": 4}, 3 * 16)
-    assert [step.contribution_bytes for step in rounds] == [(16,) * 3, (16,) * 3, (8,) * 3]
-    assert all(step.is_even for step in rounds)
-    contributions[1] = [("plain", TensorBox((1, 0), (2, 7)))]
-    rounds = plan_gather_rounds(contributions, {"plain": 4}, 3 * 16)
-    assert [step.contribution_bytes for step in rounds] == [(16,) * 3, (12,) * 3, (12, 0, 12)]
-    assert [step.is_even for step in rounds] == [True, True, False]
-
-
 @given(
     st.lists(st.tuples(named_boxes(), st.integers(0, 3), st.integers(0, 3)), max_size=4),
     st.integers(8, 100),
