@@ -93,7 +93,6 @@ def errors(
         partial(errors, FIXED, 1, publish_every=2, aheads=(1, 2)),
         partial(errors, FIXED, 1, publish_every=3, aheads=(2,)),
     ],
-    ids=str,
 )
 def test_estimates_are_close_to_simulated_steps(measure: Callable[[], dict[str, float]]):
     assert {name: error for name, error in measure().items() if abs(error) > WORST} == {}
