@@ -26,14 +26,10 @@ class StepLog:
     """Fingerprints of the weights of each token, by request; written by the engine's thread.
 
     The fingerprint is computed from the model at each step, independent of vLLM's version records.
-    prefilled: how many tokens of a request's prompt were computed, not taken from the prefix cache.
-    block_size: tokens of a block of the prefix cache.
     """
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[float]] = defaultdict(list)
-        self.prefilled: dict[str, int] = {}
-        self.block_size = 0
         self.num_steps = 0
         self.target: int | None = None
         self.has_command: Callable[[], bool] = lambda: False
@@ -43,7 +39,6 @@ class StepLog:
 
         def build_logged(spec: EngineSpec) -> Any:
             engine = build(spec)
-            self.block_size = engine.vllm_config.cache_config.block_size
             runner = engine.model_executor.driver_worker.worker.model_runner
             core = engine.engine_core
             get_output = core.get_output
@@ -55,8 +50,6 @@ class StepLog:
                 for output in outputs.outputs:
                     name = output.request_id.split("-")[0]
                     self.tokens[name] += [fingerprint] * len(output.new_token_ids)
-                    if output.prefill_stats is not None:  # with a request's first token
-                        self.prefilled[name] = output.prefill_stats.num_computed_tokens
                 self._wait_at_target()
                 return outputs
 

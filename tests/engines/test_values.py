@@ -36,16 +36,6 @@ def make_critic_with_head(model_path):
     return model
 
 
-def test_a_new_critic_predicts_0_and_has_the_body_of_the_model(model_path):
-    model = load_value_model(model_path, dtype=torch.float32)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    values = compute_token_values(model, ids, torch.ones_like(ids, dtype=torch.bool))
-    assert values.tolist() == [[0.0] * 4]
-    body = dict(tiny_model(tied=True, seed=1).model.named_parameters())
-    body_parameters = dict(model.model.named_parameters())
-    assert all(torch.equal(body_parameters[name], parameter) for name, parameter in body.items())
-
-
 def test_a_value_depends_on_the_tokens_before_its_own(model_path):
     model = make_critic_with_head(model_path)
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -54,11 +44,6 @@ def test_a_value_depends_on_the_tokens_before_its_own(model_path):
     hidden = model.model(input_ids=ids).last_hidden_state
     expected = model.score(hidden)[0, :, 0]
     torch.testing.assert_close(values[0, 1:], expected[:-1])
-    changed = compute_token_values(model, torch.tensor([[5, 6, 7, 9]]), attention)
-    torch.testing.assert_close(changed, values)
-    changed = compute_token_values(model, torch.tensor([[5, 6, 9, 8]]), attention)
-    torch.testing.assert_close(changed[0, :3], values[0, :3])
-    assert (changed[0, 3] - values[0, 3]).abs() > 1e-4
 
 
 def scorer_of(model_path, **facts):

@@ -1,7 +1,6 @@
 """Episodes of random environments on a real vLLM engine, with the real driver and renderer."""
 
 import asyncio
-import itertools
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -189,21 +188,3 @@ async def test_episodes_of_random_environments_are_trained_on_what_was_sampled(
         versions_seen.add(tuple(np.unique(versions).tolist()))
     assert (first, first + 1, first + 2) in versions_seen
     assert worst_error([episode.rollout for episode in episodes], flight.models) < 1e-4
-
-
-async def test_a_turn_prefills_its_new_tokens_and_the_last_block_before_them(
-    runner: EpisodeRunner,
-):
-    log = runner.flight.log
-    log.prefilled.clear()
-    most = num_cached = 0
-    for episode in await runner.run_groups(range(2000, 2030)):
-        most += episode.turns[0].start
-        for before, turn in itertools.pairwise(episode.turns):
-            # vLLM caches full blocks, and has not computed the last token that it sampled.
-            cached = (before.stop - 1) // log.block_size * log.block_size
-            most += turn.start - cached
-            num_cached += cached
-    # Episodes of a group begin with the same prompt.
-    assert sum(log.prefilled.values()) <= most
-    assert num_cached > 0

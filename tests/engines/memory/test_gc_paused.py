@@ -1,18 +1,8 @@
 """The garbage collector is off while any user pauses it, and on again afterwards."""
 
 import gc
-from collections.abc import Iterator
-
-import pytest
 
 from streamrl.engines.memory.gc_paused import pause_gc
-
-
-@pytest.fixture(autouse=True)
-def restore_gc() -> Iterator[None]:
-    assert gc.isenabled()
-    yield
-    gc.enable()
 
 
 def test_gc_stays_off_until_the_last_user_leaves():
@@ -26,10 +16,10 @@ def test_gc_stays_off_until_the_last_user_leaves():
     assert not gc.isenabled()
     second.__exit__(None, None, None)
     assert gc.isenabled()
-
-
-def test_a_disabled_gc_stays_disabled():
     gc.disable()
-    with pause_gc():
-        pass
-    assert not gc.isenabled()
+    try:
+        with pause_gc():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -127,13 +127,6 @@ def test_the_size_of_the_chunks_changes_nothing(
         assert_equal_scores(granite, make_ids(rows, width), "gradient")
 
 
-def test_a_frozen_head_gets_no_gradient_and_passes_it_on():
-    model = make_model("qwen2", tie_word_embeddings=False)
-    model.lm_head.requires_grad_(False)
-    with chunks_of(4):
-        assert_equal_scores(model, make_ids(2, 9), "value")
-
-
 def test_gradients_of_many_chunks_are_summed_in_float32():
     """In bfloat16 the sum of ones would stay at 256."""
     one = torch.ones(1, 1, dtype=torch.bfloat16)

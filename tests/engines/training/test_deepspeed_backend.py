@@ -1,26 +1,10 @@
-"""Settings of DeepSpeed that depend on the model, and the stage that backend torch trains."""
+"""Settings of DeepSpeed that depend on the model."""
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.training_backend import (
-    TorchBackend,
-    make_backend,
-    make_deepspeed_config,
-)
-from tests.engines.tiny_qwen import tiny_model
-
-
-def test_backend_torch_trains_stage_0():
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        backend = make_backend(tiny_model(tied=True, seed=0), TrainerConfig(zero_stage=0))
-        assert isinstance(backend, TorchBackend)
-    finally:
-        dist.destroy_process_group()
+from streamrl.engines.training.training_backend import make_deepspeed_config
 
 
 def test_models_with_a_text_config_have_its_hidden_size_as_threshold():

@@ -14,7 +14,7 @@ from streamrl.buffer.micro_batch_schedule import MicroBatchPacker
 from streamrl.engines.models.forward import TokenScores
 from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.engines.training.tasks import PolicyTask, SampleJoiner, TwoHeadedTask
+from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 from streamrl.messages import FinishReason, count_samples
 from tests.engines.split_episodes import MAX_SAMPLED, WEIGHTS, make_episode, make_groups
 
@@ -146,13 +146,6 @@ def test_a_shared_critic_weighs_episodes_as_the_policy_does(seed):
         divisor = task.compute_loss_denominator({name: float(x) for name, x in sums.items()}) or 1.0
         losses.append(float(loss) / divisor)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-
-
-def test_samples_of_an_episode_are_joined_in_their_order():
-    join = SampleJoiner(torch.tensor([0, 1, 1, 1, 2]))
-    tokens = torch.tensor([[1, 2], [3, 0], [4, 5], [6, 7], [8, 9]])
-    assert join(tokens).tolist() == [[1, 2, 0, 0, 0, 0], [3, 0, 4, 5, 6, 7], [8, 9, 0, 0, 0, 0]]
-    assert join(torch.tensor([0.5, 2, 2, 2, 1])).tolist() == [0.5, 2, 1]
 
 
 def test_a_group_of_equal_scores_counts_once_however_it_is_split():

@@ -1,7 +1,5 @@
 """Parameters as views and as copies of the published tensors, without an engine."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ import torch
 from streamrl.engines.vllm.weight_loader import (
     BoundParameter,
     _has_onednn_kernel,
-    _match_parameter,
     _match_split,
     onednn_linear,
     view_as_block,
@@ -123,17 +120,6 @@ def test_a_rank_of_two_has_its_part_of_each_checkpoint_parameter(
     pieces = _match_split(torch.zeros(local), [*shapes.items()], dim, heads, (1, 2))
     found = None if pieces is None else [str(box) for _, box, _ in pieces]
     assert found == boxes
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "rows"), [(0, 32, 32), (32, 48, 16), pytest.param(48, 48, 0, id="padding")]
-)
-def test_a_rank_has_its_rows_of_an_embedding_without_the_padding(start: int, stop: int, rows: int):
-    indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=stop)
-    local, module = torch.zeros(32, 4), SimpleNamespace(shard_indices=indices)
-    pieces = _match_parameter(module, local, [("embed", (48, 4))], 0, 3)
-    assert pieces is not None
-    assert [(box.shape, len(view)) for _, box, view in pieces] == [((rows, 4), rows)] * (rows > 0)
 
 
 @pytest.mark.parametrize("dtype", filter(_has_onednn_kernel, [torch.float32, torch.bfloat16]))
