@@ -69,7 +69,6 @@ def test_a_function_receives_the_prompt_and_lists_of_floats(filter_from):
 @pytest.mark.parametrize(
     ("body", "shown"),
     [
-        ("None", "None"),
         ("__import__('numpy').eye(2) > 0", r"array\(\[\[ ?True.*\)"),
         ("(True for _ in scores)", "<generator .*>"),
     ],

@@ -221,7 +221,6 @@ async def test_rewards_are_built_from_their_config(tmp_path):
     [
         ([], "rewards: empty"),
         ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* nearest kind is numeric"),
-        ([{"kind": "regex"}], r"rewards\[0\].pattern: missing"),
         ([{"kind": "function"}], r"rewards\[0\].path: missing"),
         (
             [{"kind": "exact", "options": {"wieght": 2}}],

@@ -106,25 +106,11 @@ def test_errors_of_every_client_show_whether_a_service_is_out(
     assert is_outage(catch_error(get, "http://no-such-host.invalid/"))
 
 
-@pytest.mark.parametrize("code", ["EHOSTUNREACH", "ENETUNREACH", "EHOSTDOWN", "ETIMEDOUT"])
-def test_an_unreachable_host_is_an_outage_by_its_code(code: str):
-    assert is_outage(OSError(getattr(errno, code), ""))
+UNREACHABLE = [errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT]
+NO_CONNECTION = [httpx.ConnectTimeout(""), requests.ConnectTimeout()]
+OF_AN_ITEM = [BrokenPipeError(), TimeoutError(), httpx.ReadTimeout(""), FileNotFoundError(2, "")]
 
 
-@pytest.mark.parametrize("error", [httpx.ConnectTimeout(""), requests.ConnectTimeout()])
-def test_a_server_that_accepts_no_connection_is_out(error: Exception):
-    assert is_outage(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        BrokenPipeError(),
-        TimeoutError(),
-        httpx.ReadTimeout(""),
-        FileNotFoundError(2, ""),
-        KeyError(),
-    ],
-)
-def test_what_an_item_may_bring_about_is_no_outage(error: Exception):
-    assert not is_outage(error)
+def test_an_unreachable_server_is_out_and_what_an_item_may_bring_about_is_no_outage():
+    assert all(map(is_outage, [*(OSError(code, "") for code in UNREACHABLE), *NO_CONNECTION]))
+    assert not any(map(is_outage, [*OF_AN_ITEM, KeyError()]))

@@ -68,18 +68,17 @@ async def test_an_episode_has_observations_rewards_and_an_end(connect):
     assert await environment.step(Reply("0")) == Turn("", 0.0, done=True)
 
 
-@pytest.mark.parametrize("path", ["silent/2", "loud/2"])
+@pytest.mark.parametrize("path", ["silent/1", "loud/1"])
 async def test_a_session_waits_for_a_server_at_capacity(connect, path):
-    first, second, third = (connect(path) for _ in range(3))
+    first, second = connect(path), connect(path)
     await first.reset(make_row(), seed=1)
-    await second.reset(make_row(), seed=2)
-    waiting = asyncio.create_task(third.reset(make_row(), seed=3))
+    waiting = asyncio.create_task(second.reset(make_row(), seed=3))
     await asyncio.sleep(0.15)
     assert not waiting.done()
     await first.close()
     assert await waiting == "3"
     impatient = connect(path, wait_s=0.1)
-    with pytest.raises(EpisodeError, match=r"/2: at capacity for 0.1 s \(wait_s\); raise the serv"):
+    with pytest.raises(EpisodeError, match=r"/1: at capacity for 0.1 s \(wait_s\); raise the serv"):
         await impatient.reset(make_row(), seed=4)
 
 
@@ -132,8 +131,6 @@ async def test_a_reply_is_a_json_object_where_the_action_is_one(connect):
     await environment.reset(make_row(), seed=1)
     assert await environment.step(Reply('So:\n```json\n{"message": 4}\n```')) == Turn("5", 4.0)
     assert await environment.step(Reply("4")) == Turn("Reply with a JSON object: there is none.")
-    turn = await environment.step(Reply('{"message": 4'))
-    assert turn.observation.startswith("Reply with a JSON object: Expecting ',' delimiter")
     turn = await environment.step(Reply('{"other": 4}'))
     assert turn.observation.startswith("Invalid action: message: ")
 
@@ -155,7 +152,6 @@ async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect):
     [
         ({"url": "http://localhost"}, r"url=http://localhost: must be ws://HOST:PORT/PATH"),
         ({"action": {"text": "a"}}, r"action=\{'text': 'a'\}: must be \{field: NAME\} or \{json: "),
-        ({"idd": "x"}, r": .*'idd'"),
     ],
 )
 def test_unusable_options_are_refused(options, words):

@@ -32,7 +32,6 @@ def test_the_report_names_the_first_token_of_a_dropped_thought(load_renderer):
 
 TURN = "{{ '<|' + m.role + '|>' + m.content + '<eos>' }}"
 OPEN = "<|assistant|>"
-NO_REPLY = "does not render a user's message and the reply to it"
 
 
 @pytest.mark.parametrize(
@@ -40,14 +39,7 @@ NO_REPLY = "does not render a user's message and the reply to it"
     [
         (
             "{% set m = messages[-1] %}" + TURN + OPEN,
-            NO_REPLY,
-        ),
-        (
-            "{% for m in messages|rejectattr('role', 'equalto', 'assistant') %}"
-            + TURN
-            + "{% endfor %}"
-            + OPEN,
-            NO_REPLY,
+            "does not render a user's message and the reply to it",
         ),
         (
             "{% for m in messages|rejectattr('role', 'equalto', 'user') %}"
@@ -62,7 +54,7 @@ NO_REPLY = "does not render a user's message and the reply to it"
             "refuses the prompt: TemplateError: no assistant",
         ),
     ],
-    ids=["last message", "no reply", "no user", "raises"],
+    ids=["last message", "no user", "raises"],
 )
 def test_a_template_without_derivable_bridges_is_refused(make_renderer, source, error):
     with pytest.raises(ConfigError, match=rf"(?s)mine\.jinja.*{error}") as caught:

@@ -7,21 +7,13 @@ import pytest
 from streamrl.environments.tool_calls.call_formats import HARMONY_MARKERS
 from tests.environments.published import make_byte_tokenizer
 
-DEEPSEEK_MARKERS = (
-    *("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep"),
-)
 SPECIAL = (
     *("<|im_end|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *HARMONY_MARKERS,
-    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
     *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
-    *("<|tool_call_argument_begin|>",),
-    *(f"<\uff5ctool\u2581{name}\uff5c>" for name in DEEPSEEK_MARKERS),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
 )
-NOT_SPECIAL = (
-    *("<tool_call>", "</tool_call>", "<think>", "</think>"),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-)
+NOT_SPECIAL = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Added tokens that Qwen's tokenizers do not call special, so that decoding keeps them."""
 
 

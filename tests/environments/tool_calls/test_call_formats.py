@@ -69,8 +69,8 @@ THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
     ("name", "turn", "text", "calls"),
     [
         ("hermes", f"<tool_call>\n{SUM_JSON}\n</tool_call>", "", [SUM]),
-        ("hermes", f"I add.\n{SUM_CALL}\nDone.", "I add.\nDone.", [SUM]),
         ("hermes", f"{SUM_CALL}\n{HI_CALL}", "", [SUM, HI]),
+        ("hermes", f"I add.\n{SUM_CALL}\nDone.", "I add.\nDone.", [SUM]),
         (
             "hermes",
             f"<think>{SUM_CALL}</think>\n{HI_CALL}",
@@ -86,12 +86,6 @@ THOUGHT = "<|channel|>analysis<|message|>add 1 and 2?<|end|><|start|>assistant"
         ),
         ("harmony", f"{THOUGHT}{TO_ADD}<|call|>", "", [SUM]),
         ("harmony", f"{THOUGHT}{TO_ADD}", "", [SUM]),
-        (
-            "harmony",
-            ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>',
-            "",
-            [SUM],
-        ),
         ("harmony", f"{THOUGHT}<|channel|>final<|message|>It is 3.<|return|>", "It is 3.", []),
         (
             "harmony",
@@ -113,11 +107,6 @@ def test_calls_in_the_format_of_a_family_are_parsed(parse, name, turn, text, cal
         ("hermes", f"<tool_call>{SUM_JSON}", "expected </tool_call>"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "key name"),
         ("hermes", '<tool_call>{"name": "add", "arguments": "1"}</tool_call>', "key arguments"),
-        (
-            "hermes",
-            '<tool_call>{"name": "any", "arguments": {"a": NaN}}</tool_call>',
-            "NaN is not JSON",
-        ),
         (
             "hermes",
             '<tool_call>{"name": "any", "arguments": {"a": 1, "a": 2}}</tool_call>',

@@ -96,10 +96,6 @@ def no_annotation(x):  # type: ignore[no-untyped-def]
     """Take anything."""
 
 
-def many(*x: int) -> None:
-    """Take many."""
-
-
 def by_position(x: int, /) -> None:
     """Take one."""
 
@@ -115,7 +111,6 @@ def undocumented(x: int) -> None: ...
     ("function", "error"),
     [
         (no_annotation, "parameter x has no annotation; use str, int"),
-        (many, r"parameter \*x: int: variadic positional; a model passes arguments by name"),
         (by_position, "parameter x: int: positional-only"),
         (takes_path, r"parameter x: list\[pathlib.Path\]: not a type of JSON; use str"),
         (undocumented, "needs a docstring"),
@@ -135,7 +130,6 @@ def test_a_function_that_a_model_cannot_call_is_refused_with_its_line(
     [
         ({"query": "rl", "limit": 2, "tags": ["a"], "weights": {"a": 1, "b": 0.5}}, ""),
         ({"query": "rl", "limit": "3"}, "limit: '3' is not of type 'integer'"),
-        ({"query": "rl", "limit": 3.0}, "limit: 3.0 is not of type 'integer'"),
         ({"query": "rl", "limit": True}, "limit: True is not of type 'integer'"),
         (
             {"text": "rl"},

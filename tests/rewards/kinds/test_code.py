@@ -62,63 +62,29 @@ async def test_the_program_is_the_last_code_block_or_the_whole_completion():
     assert [score for score, _ in results] == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("score", ["all", pytest.param("rate", marks=pytest.mark.slow)])
-async def test_a_slow_extract_pattern_gives_outcome_timeout(score):
+async def test_a_slow_extract_pattern_gives_outcome_timeout():
     right = "def add(a, b): return a + b"
-    results = await judged(
-        ADD, "x" * 40 + "!", right, extract=r"((?:x|xx)+)y|(?s)\A(def.*)", score=score
-    )
+    results = await judged(ADD, "x" * 40 + "!", right, extract=r"((?:x|xx)+)y|(?s)\A(def.*)")
     assert results == [(0.0, "timeout"), (1.0, "pass")]
 
 
-@pytest.fixture
-def use_sandbox(monkeypatch):
-    """Run programs with a function instead of a sandbox."""
-
-    def use(run):
-        async def start(*_, **__):
-            return SimpleNamespace(run=run, close=partial(asyncio.sleep, 0))
-
-        monkeypatch.setattr(Sandbox, "start", start)
-
-    return use
-
-
-@pytest.mark.parametrize("failures", [1, 2])
-async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(
-    monkeypatch, use_sandbox, failures
-):
-    verdicts = iter([RewardOutcome.INFRA_ERROR] * failures + [RewardOutcome.PASS])
+async def test_a_failing_sandbox_is_retried_and_never_scored_as_wrong(monkeypatch):
+    broken = RewardOutcome.INFRA_ERROR
+    verdicts = iter([broken, RewardOutcome.PASS, broken, broken])
 
     async def run(program):
         return ProgramResult((ProgramTestResult(next(verdicts), "no jail"),), len(program.tests))
 
-    use_sandbox(run)
+    async def start(*_, **__):
+        return SimpleNamespace(run=run, close=partial(asyncio.sleep, 0))
+
+    monkeypatch.setattr(Sandbox, "start", start)
     reward_module = importlib.import_module("streamrl.rewards.interface.reward")
     monkeypatch.setattr(reward_module, "BACKOFF_S", 0.0)
     truth = {"inputs": [""], "outputs": [""]}
-    if failures < 2:
-        assert await judged(truth, "", attempts=2) == [(1.0, "pass")]
-    else:
-        message = r"reward code, uid 0:4:0: no jail, tried 2 times"
-        with pytest.raises(RewardInfraError, match=message):
-            await judged(truth, "", attempts=2)
-
-
-async def test_a_program_without_a_result_ends_the_others_of_its_group(use_sandbox):
-    ended = []
-
-    async def run(program):
-        try:
-            await asyncio.sleep(0.0 if program.source == "broken" else 60.0)
-            raise RewardError(program.source)
-        finally:
-            ended.append(program.source)
-
-    use_sandbox(run)
-    with pytest.raises(RewardError, match="broken"):
-        await judged(SUM, "a", "broken", "b")
-    assert sorted(ended) == ["a", "b", "broken"]
+    assert await judged(truth, "", attempts=2) == [(1.0, "pass")]
+    with pytest.raises(RewardInfraError, match="reward code, uid 0:4:0: no jail, tried 2 times"):
+        await judged(truth, "", attempts=2)
 
 
 async def test_a_user_defined_language():
@@ -140,7 +106,6 @@ async def test_a_user_defined_language():
             {"inputs": [[[1, 2], "x"]], "outputs": [[5]], "fn_name": "f"},
             [CallTest("f", [[1, 2], "x"], [[5], 5])],
         ),
-        (SUM, [StdinTest("1 2\n", "3\n"), StdinTest("3 4\n", "7\n")]),
         ({"inputs": [["1", "2"]], "outputs": [["a", "b"]]}, [StdinTest("1\n2", "a\nb")]),
     ],
 )
@@ -152,9 +117,7 @@ def test_tests_are_parsed_in_the_formats_of_datasets(truth, tests):
     ("truth", "words"),
     [
         ("print(1)", "Expecting value"),
-        (None, "Expected `object`, got `null`"),
         ({"inputs": ["1"]}, "missing required field `outputs`"),
-        ({"inputs": "1", "outputs": ["2"]}, r"Expected `array`, got `str` - at `\$.inputs`"),
         ({"inputs": ["1"], "outputs": []}, "argument 2 is shorter"),
         ({"inputs": [], "outputs": []}, "no tests"),
         ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "Expecting property name"),
@@ -175,7 +138,6 @@ def test_a_ground_truth_without_tests_is_refused(truth, words):
             {"limits": {"wall": 1}},
             r"rewards\[0\].limits.wall=1: unknown; the nearest key is wall_s",
         ),
-        ({"languages": {"sh": {"run": ["sh"]}}}, r"rewards\[0\].languages.sh.file: missing"),
         ({"extract": "("}, r"rewards\[0\].extract=\(: "),
     ],
 )

@@ -86,14 +86,9 @@ async def test_the_request_contains_the_options(server, started):
     )
     await judged(rewards, "3")
     (request,) = server.requests
-    assert request == {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": "Q: 2+3\nA: 3\nGold: 5"}],
-        "temperature": 0.3,
-        "max_tokens": 9,
-        "top_k": 4,
-        "seed": 1,
-    }
+    messages = [{"role": "user", "content": "Q: 2+3\nA: 3\nGold: 5"}]
+    options = {"temperature": 0.3, "max_tokens": 9, "top_k": 4, "seed": 1}
+    assert request == {"model": MODEL, "messages": messages, **options}
 
 
 async def test_a_conversation_in_a_template_with_other_braces(server, started):
@@ -251,21 +246,16 @@ def make_json_response(content_type="application/json", status=200, **body):
     ("response", "message"),
     [
         (lambda: make_json_response(choices=[]), "invalid response: IndexError"),
-        (lambda: make_json_response(choices=[{"index": 0}]), "invalid response: .*message"),
-        (lambda: make_json_response(detail="hello"), "invalid response: .*choices"),
         (
             lambda: make_json_response(choices=[{"message": {"content": ["Score: 1"]}}]),
             "invalid response: TypeError: content is list, not text",
         ),
         (lambda: web.Response(text='["busy"]', status=409), r'409: \["busy"\]'),
-        *(
-            (
-                lambda text=text: make_json_response(
-                    choices=[{"message": {"content": text}, "finish_reason": "length"}]
-                ),
-                rf"was cut at rewards\.max_tokens=512; raise it: '{text or ''}'",
-            )
-            for text in (None, "Score: 1")
+        (
+            lambda: make_json_response(
+                choices=[{"message": {"content": None}, "finish_reason": "length"}]
+            ),
+            r"was cut at rewards\.max_tokens=512; raise it: ''",
         ),
     ],
 )
@@ -318,7 +308,6 @@ async def test_a_wrong_url_or_model_refuses_the_run(server, started):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:8000"}, "url=localhost:8000: must begin with http:// or https://"),
         ({"template": "Rate it"}, "rewards[0].template: must contain {completion}"),
         ({"pattern": "("}, "pattern=("),
         ({"least": 10}, "least=10.0: must be below most=10.0"),

@@ -1,6 +1,5 @@
 """Rules that score answers: patterns and numbers, and matchers of mathematics."""
 
-import asyncio
 import time
 from fractions import Fraction
 from inspect import signature
@@ -13,13 +12,11 @@ from hypothesis import strategies as st
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.interface.reward import RewardContext, RewardSpec
+from streamrl.rewards.interface.reward import RewardSpec
 from streamrl.rewards.kinds import math_answers
 from streamrl.rewards.kinds.rules import (
     KIND_BY_SOURCE,
     MATCHERS,
-    SymbolicOptions,
-    SymbolicReward,
     find_kind,
     parse_number,
 )
@@ -106,15 +103,9 @@ async def test_regex_rewards_the_form():
     assert await score_one(anywhere, "it is 6") == 1.0
 
 
-@pytest.mark.parametrize(
-    "rule",
-    ["regex", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("exact", "numeric"))],
-)
-async def test_a_search_timeout_affects_only_its_completion(rule):
-    pattern = r"(?:5|55)+[yz]"
-    reward = build(rule, pattern=f"({pattern[:-4]})[yz]" if rule == "numeric" else pattern)
-    truth = "5" if rule == "numeric" else "5y"
-    slow, right = await reward.score(prompt(truth), ["5" * 40 + "!", "5y"])
+async def test_a_search_timeout_affects_only_its_completion():
+    reward = build("regex", pattern=r"(?:5|55)+[yz]")
+    slow, right = await reward.score(prompt("5y"), ["5" * 40 + "!", "5y"])
     assert (slow.score, slow.outcome, slow.answer) == (0.0, RewardOutcome.TIMEOUT, None)
     assert slow.detail.endswith("took more than 0.5 s on a completion of 41 characters")
     assert (right.score, right.outcome) == (1.0, RewardOutcome.PASS)
@@ -125,24 +116,21 @@ def test_an_invalid_pattern_is_refused_at_start():
         build("regex", pattern="(")
 
 
-@pytest.mark.parametrize("ground_truth", [None, 1.5, True, ["42"], {"target": "42"}, "", " \n"])
-async def test_exact_refuses_a_ground_truth_that_is_not_text_or_an_int(ground_truth):
-    refusal = "ground_truth must be an answer as text or an int, "
-    with pytest.raises(RewardError, match=refusal):
-        EXACT.validate_prompt(prompt(ground_truth))
-    for completion in ("42", ""):
-        with pytest.raises(RewardError, match=refusal):
-            await score_one(EXACT, completion, ground_truth)
+NO_TEXT = [None, 1.5, True, ["42"], {"target": "42"}, "", " \n"]
+NO_NUMBER = [None, "", "about 5", True, float("nan"), float("inf"), ["5"], "1/0"]
 
 
 @pytest.mark.parametrize(
-    "ground_truth", [None, "", "about 5", True, float("nan"), float("inf"), ["5"], "1/0"]
+    ("reward", "refusal", "truths"),
+    [(EXACT, "an answer as text or an int, ", NO_TEXT), (NUMERIC, "a number, is", NO_NUMBER)],
 )
-async def test_numeric_refuses_a_ground_truth_without_a_number(ground_truth):
-    with pytest.raises(RewardError, match="ground_truth must be a number, is"):
-        NUMERIC.validate_prompt(prompt(ground_truth))
-    with pytest.raises(RewardError, match="ground_truth must be a number, is"):
-        await score_one(NUMERIC, "42", ground_truth)
+async def test_a_ground_truth_that_no_answer_equals_is_refused(reward, refusal, truths):
+    for truth in truths:
+        with pytest.raises(RewardError, match=f"ground_truth must be {refusal}"):
+            reward.validate_prompt(prompt(truth))
+        for completion in ("42", ""):
+            with pytest.raises(RewardError, match=f"ground_truth must be {refusal}"):
+                await score_one(reward, completion, truth)
 
 
 @pytest.mark.parametrize(
@@ -188,18 +176,8 @@ def test_equal_answers_have_equal_normal_forms():
     assert {math_answers.judge_dapo_math(line, "5").answer for line in lines} == {"34"}
 
 
-def test_the_detail_of_a_missing_answer_names_the_missing_marker():
-    result = math_answers.judge_gsm8k("9", "9")
-    assert result.answer is None
-    assert result.detail == "no #### and a number in the last 300 characters"
-    expected = "no number in the last 300 characters"
-    assert math_answers.judge_gsm8k("", "9", method="flexible").detail == expected
-    assert math_answers.judge_math(r"\boxed{9", "9").detail == r"no \boxed{} that is closed"
-    assert math_answers.judge_dapo_math("9", "9").detail == r"no Answer: and no \boxed{} at the end"
-
-
 @pytest.mark.parametrize("rule", ["gsm8k", "math", "dapo_math"])
-@pytest.mark.parametrize("truth", [None, "", "  ", True, 1.5, ["9"], {"target": "9"}])
+@pytest.mark.parametrize("truth", NO_TEXT)
 def test_a_ground_truth_of_another_type_is_refused(rule, truth):
     with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, is"):
         MATCHERS[rule].validate_truth(truth)
@@ -254,22 +232,9 @@ def judge_34(name, completion):
     return MATCHERS[name].judge_completion(completion, "34")
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        ("openai/gsm8k", "gsm8k"),
-        ("lighteval/MATH", "math"),
-        ("math_dapo", "dapo_math"),
-        ("aime2024", "dapo_math"),
-        ("numina_olympiads", "symbolic"),
-    ],
-)
-def test_a_data_source_selects_its_rule(source, name):
-    assert find_kind(source) == name
-
-
-@pytest.mark.parametrize("source", ["", "codecontests", "AIME", "openai/gsm8k2", "math_other"])
-def test_an_unknown_data_source_is_named(source):
+@pytest.mark.parametrize("source", ["", "AIME", "openai/gsm8k2", "math_other"])
+def test_a_data_source_selects_its_rule_and_an_unknown_one_is_named(source):
+    assert find_kind("lighteval/MATH") == "math"
     with pytest.raises(RewardError, match=f"data_source {source!r} has no default rule; known:"):
         find_kind(source)
 
@@ -308,13 +273,9 @@ def test_the_reference_names_every_rule_option_and_source():
         (r"\boxed{1+x}", "$x+1$", 1),
         (r"\boxed{1+x}", r"\boxed{x+1}", 1),
         (r"So it is $\frac{2}{4}$.", "0.5", 1),
-        (r"\boxed{2^{1/2}}", r"\sqrt{2}", 1),
-        (r"\boxed{1,234}", "1234", 1),
         ("The answer is 34.", 34, 1),
-        (r"\boxed{\{2,1\}}", r"\{1,2\}", 1),
         (r"\boxed{x+2}", "x+1", 0),
         (r"\boxed{0.33}", r"\frac{1}{3}", 0),
-        ("no idea", "7", 0),
         ("", "7", 0),
     ],
 )
@@ -346,7 +307,6 @@ def test_a_ground_truth_that_cannot_be_parsed_is_an_error():
         ("gsm8k", {"method": "flexible"}, "12", "it is 12", "it is 13", 0.0),
         ("math", {}, "\\frac{1}{2}", "thus \\boxed{\\frac12}", "\\boxed{2}", 0.0),
         ("dapo_math", {}, "34", "Answer: 34", "Answer: 35", -1.0),
-        ("length", {"most": 2, "tolerance": 1}, None, "two words", "these are three", 0.0),
     ],
 )
 async def test_rules_are_kinds_with_their_options(kind, options, truth, right, wrong, low):
@@ -377,23 +337,6 @@ async def test_symbolic_compares_mathematics_and_endless_parsing_is_a_timeout():
     config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
     (endless,) = await judge(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
     assert endless in [(0.0, "memory"), (0.0, "timeout")]
-
-
-async def test_a_completion_that_cannot_be_judged_ends_the_others_of_its_group(monkeypatch):
-    ended = []
-
-    async def call_once(self, request):
-        try:
-            await asyncio.sleep(0.0 if request[1] == "broken" else 60.0)
-            raise RewardError(request[1])
-        finally:
-            ended.append(request[1])
-
-    monkeypatch.setattr(SymbolicReward, "call_once", call_once)
-    reward = SymbolicReward(RewardSpec("symbolic", SymbolicOptions(), RewardContext()))
-    with pytest.raises(RewardError, match="broken"):
-        await reward.score(prompt("7"), ["a", "broken", "b"])
-    assert sorted(ended) == ["a", "b", "broken"]
 
 
 async def test_auto_selects_the_rule_by_data_source():
