@@ -6,7 +6,6 @@ import pytest
 
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )

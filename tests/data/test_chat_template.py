@@ -44,20 +44,13 @@ def test_without_a_template_contents_are_joined_after_bos(tokenizer, write_rows)
     assert len(empty) == 1
 
 
-def test_a_row_refused_by_the_template_is_named(tokenizer, write_rows):
-    path = write_rows({"prompt": "fine"}, {"prompt": [{"role": "system", "content": "be good"}]})
-    with pytest.raises(ConfigError, match=r"line 2: the model's chat template .*no system role"):
-        render_prompts(tokenizer, list(load_rows(path)))
-
-
 @pytest.mark.parametrize(
     ("source", "error"),
     [
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ("{% for i in range(10**6) %}x{% endfor %}", "OverflowError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ messages[5].content.x }}", "UndefinedError"),
-        ("{{ {}['a'].b }}", "UndefinedError"),
+        ("{{ raise_exception('no system role') }}", "TemplateError"),
     ],
 )
 def test_any_template_exception_names_row_and_template(
@@ -164,23 +157,13 @@ def test_a_byte_level_tokenizer_json_overrides_the_named_class(
     assert load_tokenizer(str(tmp_path / "saved"))(TEXT).input_ids == tokenizer(TEXT).input_ids
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "splits", "lost"),
-    [("abc", True, "'a b'"), ("abc ", False, "'a d'"), ("abc", False, "'a b'")],
-)
-def test_a_row_that_does_not_round_trip_is_named(tmp_path, write_rows, vocabulary, splits, lost):
+@pytest.mark.parametrize(("vocabulary", "lost"), [("abc ", "a d"), ("abc", "a b")])
+def test_a_row_that_does_not_round_trip_is_named(write_rows, vocabulary, lost):
     split_characters = pre_tokenizers.Split("", "isolated")
-    blanks = pre_tokenizers.WhitespaceSplit()
-    pre_tokenizer = (
-        pre_tokenizers.Sequence([blanks, split_characters]) if splits else split_characters
-    )
-    tokenizer = create_word_tokenizer(["?", *vocabulary], pre_tokenizer, decoders.Fuse())
-    text = lost.strip("'")
-    rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": text})))
-    with pytest.raises(ConfigError) as caught:
+    tokenizer = create_word_tokenizer(["?", *vocabulary], split_characters, decoders.Fuse())
+    rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": lost})))
+    with pytest.raises(ConfigError, match=f"line 2: the model's tokenizer changes .*'{lost}'"):
         render_prompts(tokenizer, rows)
-    assert "line 2: the model's tokenizer changes the text" in str(caught.value)
-    assert lost in str(caught.value)
 
 
 def test_a_normalizing_tokenizer_does_not_round_trip(tokenizer, write_rows):
@@ -225,22 +208,21 @@ WITH_ARGUMENTS = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{{ messages[0].content }}{% if enable_thinking is false %}</think>{% endif %}"
 )
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
 def test_a_template_receives_arguments_and_tools(tokenizer, write_rows):
     tokenizer.chat_template = WITH_ARGUMENTS
-    tools = [{"type": "function", "function": {"name": "add"}}]
     path = write_rows(
         {"prompt": "a"},
         {"prompt": "b", "chat_template_kwargs": {"enable_thinking": True}},
-        {"prompt": "c", "tools": tools},
-        {"prompt": "d", "tools": json.dumps(tools)},
+        {"prompt": "c", "tools": TOOLS},
     )
     rows = list(load_rows(path))
     template = load_chat_template("model", tokenizer, arguments={"enable_thinking": False})
     texts = tokenizer.batch_decode(render_prompts(tokenizer, rows, template))
-    assert texts == ["a</think>", "b", "[add]c</think>", "[add]d</think>"]
-    assert rows[2].extra_info["tools"] == tools
+    assert texts == ["a</think>", "b", "[add]c</think>"]
+    assert rows[2].extra_info["tools"] == TOOLS
 
 
 @pytest.mark.parametrize(
@@ -256,7 +238,6 @@ def test_an_unused_template_argument_is_refused(tokenizer, name, words):
         load_chat_template("model", tokenizer, arguments={name: False})
 
 
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
 FOR_TOOLS = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ style }}"
 
 
@@ -268,13 +249,8 @@ def test_rows_with_tools_use_the_tool_template(tokenizer, write_rows):
         {"prompt": "c", "tools": []},
         {"prompt": "d", "tools": TOOLS, "chat_template_kwargs": {"style": "!"}},
     )
-    rows = list(load_rows(path))
-    texts = tokenizer.batch_decode(render_prompts(tokenizer, rows))
+    texts = tokenizer.batch_decode(render_prompts(tokenizer, list(load_rows(path))))
     assert texts == ["add: a", "b</think>", "c", "add: d!"]
-    expected = tokenizer.apply_chat_template(
-        [dict(rows[0].messages[0])], tools=TOOLS, tokenize=False, add_generation_prompt=True
-    )
-    assert texts[0] == expected
     tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": "{% if %}"}
     with pytest.raises(ConfigError, match=r"^template=model:1: TemplateSyntaxError: "):
         load_chat_template("model", tokenizer)
@@ -287,11 +263,9 @@ def test_setting_arguments_must_be_used_by_each_rows_template(tokenizer, write_r
     assert tokenizer.batch_decode(render_prompts(tokenizer, [with_tools], template)) == ["add: a!"]
     with pytest.raises(ConfigError, match=r"line 2: data.chat_template_kwargs.style: the model's"):
         render_prompts(tokenizer, [without], template)
-    with pytest.raises(ConfigError, match="it uses enable_thinking, style: name one of these"):
-        load_chat_template("model", tokenizer, arguments={"styl": "!"})
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].content }}{{ mood }}", None, "plain"])
+@pytest.mark.parametrize("template", ["model", "plain"])
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
@@ -307,11 +281,9 @@ def test_setting_arguments_must_be_used_by_each_rows_template(tokenizer, write_r
     ],
 )
 def test_unused_arguments_of_a_row_make_a_bad_row(tokenizer, write_rows, template, columns, words):
-    tokenizer.chat_template = None if template is None else "{{ messages[0].content }}{{ mood }}"
+    tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}"
     path = write_rows({"prompt": "a"}, {"prompt": "b", **columns}, {"prompt": "c"})
-    file = DataFile(
-        path, prompt_key="prompt", template=template if template == "plain" else "model"
-    )
+    file = DataFile(path, prompt_key="prompt", template=template)
     first, bad, last = PromptFile(file, lambda: tokenizer, PromptLimits(99, 300))
     assert (first.problem, last.problem) == (None, None)
     assert re.match(rf"{path} line 2: {words}", str(bad.problem))

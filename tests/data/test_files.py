@@ -36,15 +36,12 @@ def test_each_file_has_its_own_options():
     first, second = DataConfig(train=train).train_files
     assert (first.prompt_key, second.prompt_key, second.label_key) == ("prompt", "input", "label")
     assert second.name == "b_test"
-    earlier = {"kind": "file", "path": "a.jsonl"}  # in directories of earlier runs
-    assert DataConfig(train=earlier).train_files[0].path == "a.jsonl"
 
 
 @pytest.mark.parametrize(
     ("train", "words"),
     [
         (3, "data.train=3: must be a path, a mapping of path, weight, split"),
-        (["a.jsonl", 3], "data.train[1]=3: must be a path"),
         ({"weight": 1}, "data.train.path: missing"),
         (
             ["a", {"path": "b", "wieght": 1}],
@@ -54,7 +51,6 @@ def test_each_file_has_its_own_options():
         ({"path": "a", "kind": "reasoning_gym"}, "data.train.kind=reasoning_gym: no longer a key"),
         (["a", {"path": "b", "weight": 1}], "data.train[0].weight: missing; give all files"),
         ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be printable"),
-        ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: write it as file"),
     ],
 )
 def test_an_invalid_entry_names_its_key(train, words):
@@ -115,11 +111,7 @@ def test_prompts_of_several_files_have_distinct_indices(tokenizer, write_rows):
     b = write_rows({"prompt": "b"}, {"prompt": "c"}, name="b.jsonl")
     files = load_files(tokenizer, [a, b], on_long_prompt="skip")
     loaded_prompts = [prompt for file in files for prompt in file.prompts]
-    assert [(p.uid, p.messages[0]["content"]) for p in loaded_prompts] == [
-        ("0:0:0", "a"),
-        ("0:2:0", "b"),
-        ("0:3:0", "c"),
-    ]
+    assert [prompt.uid for prompt in loaded_prompts] == ["0:0:0", "0:2:0", "0:3:0"]
     assert [prompt.row_location for prompt in files[1].prompts] == [f"{b} line 1", f"{b} line 2"]
     assert [len(file.prompts) for file in files] == [1, 2]
 
@@ -174,11 +166,6 @@ def test_filtered_rows_are_counted(tokenizer, write_rows, keep):
         ("fails", "{rows} line 1: filter: fails at {keep}:9: KeyError: 'level'"),
         ("says_yes", "{rows} line 1: filter: says_yes in {keep} returned 'yes', not True or False"),
         ("none", "{rows}: no usable prompt: 1 filtered, 0 too long (the limit is 50 tokens)"),
-        (
-            "absent",
-            "data.train.filter={keep}:absent: not in {keep}; its functions are short, none, fails,"
-            " says_yes",
-        ),
     ],
 )
 def test_a_failing_filter_names_the_users_line(tokenizer, write_rows, keep, function, words):
@@ -248,7 +235,6 @@ NAMED, UNNAMED = {"prompt": "a", "environment": "gues"}, {"prompt": "a"}
         (UNNAMED, ("guess", "other"), "column environment=: must be one of guess, other"),
         (NAMED, ("guess", "other"), "column environment=gues: must be one of guess, other"),
         (NAMED, ("",), "column environment=gues: the run has none with a name"),
-        (NAMED, (), "column environment=gues: the run has none with a name"),
         ({"prompt": "a", "environment": 3}, ("guess",), "environment must be text, got int"),
     ],
 )

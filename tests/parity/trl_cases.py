@@ -121,7 +121,6 @@ def compute_column(trainer: Any, column: str) -> Callable[[Batch], Tensor]:
 
 MAX_LENGTH = 64
 THRESHOLD = 0.05
-WEIGHTS = (1.0, 0.5, 0.25)
 FIRST_REWARD = [1.0, 0.0, 0.0]
 EPS = 1e-4
 BETA = 0.3
@@ -175,31 +174,18 @@ def loss_case(
     )
 
 
-def advantage_case(
-    function: str, peer: str, ours: Callable[[Batch], Tensor], config: GRPOConfig
-) -> ParityCase:
-    """Make a case of advantages of GRPOTrainer, one per row."""
-    theirs = compute_column(make_trainer(StubGRPOTrainer, config), "advantages")
-    return ParityCase(f"advantages.{function}", f"GRPOTrainer, {peer}", ours, theirs, sizes=EQUAL)
-
-
-def scale(ours: str, theirs: str) -> ParityCase:
-    """Make a case of group-relative advantages under one `scale_rewards`."""
-    return advantage_case(
-        f"group_relative, {ours}",
-        f"scale_rewards={theirs}",
-        lambda b: advantages.group_relative_advantages(b.scores, b.group_ids, scale=ours, eps=EPS),
-        grpo(scale_rewards=theirs, reward_weights=FIRST_REWARD),
+def scale_by_batch() -> ParityCase:
+    """Make a case of group-relative advantages over the deviation of the batch."""
+    config = grpo(scale_rewards="batch", reward_weights=FIRST_REWARD)
+    return ParityCase(
+        "advantages.group_relative, batch",
+        "GRPOTrainer, scale_rewards=batch",
+        lambda b: advantages.group_relative_advantages(
+            b.scores, b.group_ids, scale="batch", eps=EPS
+        ),
+        compute_column(make_trainer(StubGRPOTrainer, config), "advantages"),
+        sizes=EQUAL,
     )
-
-
-def our_normalize_then_sum(batch: Batch) -> Tensor:
-    """Normalize each reward, then their sum over all rows; TRL adds eps both times."""
-    weights = torch.tensor(WEIGHTS)
-    total = advantages.decoupled_reward_advantages(
-        batch.rewards, batch.group_ids, weights=weights, eps=EPS
-    )
-    return advantages.group_relative_advantages(total, torch.zeros_like(batch.group_ids), eps=EPS)
 
 
 def weights(level: str, mode: str, low: float | None) -> ParityCase:
@@ -238,14 +224,7 @@ def their_off_policy_mask(batch: Batch) -> Tensor:
 
 
 CASES = [
-    scale("std", "group"),
-    scale("batch", "batch"),
-    advantage_case(
-        "decoupled_reward_normalization",
-        "normalize_then_sum",
-        our_normalize_then_sum,
-        grpo(multi_objective_aggregation="normalize_then_sum", reward_weights=list(WEIGHTS)),
-    ),
+    scale_by_batch(),
     *(
         loss_case(
             f"losses.clipped_surrogate, as {loss_type}",
