@@ -1,15 +1,8 @@
 """One rank of many of a large model, on a fake process group and with fake tensors.
 
-usage: python -m tests.engines.fake_ranks MODEL:WORLD:TENSOR_PARALLEL:RANK ...
-
-Prints a JSON object per rank, bytes in float32. whole: of the model. share: of this rank's shards.
-largest: of the largest parameter. loading: the most that were allocated at any time from the model
-on the meta device to loaded shards. publishing: the most while all parameters were gathered, one
-after another. misshapen: parameters of which the rank holds another shape than it says.
+Runs in a process of its own, because torch.distributed must not be initialized in pytest's.
 """
 
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -117,6 +110,13 @@ class CountedBackend(TorchBackend):
 
 
 def measure_rank(model: str, world_size: int, tensor_parallel: int, rank: int) -> dict[str, Any]:
+    """Return bytes in float32.
+
+    whole: of the model. share: of this rank's shards. largest: of the largest parameter. loading:
+    the most that were allocated at any time from the model on the meta device to loaded shards.
+    publishing: the most while all parameters were gathered, one after another. misshapen:
+    parameters of which the rank holds another shape than it says.
+    """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES[model]), dtype=torch.float32)
@@ -128,7 +128,7 @@ def measure_rank(model: str, world_size: int, tensor_parallel: int, rank: int) -
         backend = CountedBackend(module, config, cast(StoredWeights, FakeWeights(module)), counter)
     loading = counter.peak
     shards = list(backend.iter_shards())
-    result = {
+    return {
         "whole": sum(sizes),
         "share": sum(tensor.nbytes for _, tensor, _ in shards),
         "largest": max(sizes),
@@ -136,11 +136,3 @@ def measure_rank(model: str, world_size: int, tensor_parallel: int, rank: int) -
         "publishing": backend.count_publishing(),
         "misshapen": [name for name, local, shard in shards if tuple(local.shape) != shard.shape],
     }
-    dist.destroy_process_group()
-    return result
-
-
-if __name__ == "__main__":
-    for words in sys.argv[1:]:
-        model, *numbers = words.split(":")
-        print(json.dumps(measure_rank(model, *map(int, numbers))), flush=True)

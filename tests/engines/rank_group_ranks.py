@@ -111,17 +111,19 @@ def run_rank(
     }
 
 
-async def start_engine(path: str, rank_group: RankGroup) -> "GenerationEngine | PeerRank":
+async def start_rank(spec: EngineSpec) -> "GenerationEngine | PeerRank":
+    """Start the engine if this rank leads its group, or else the rank's part of it."""
     from streamrl.engines.vllm.peer_rank import PeerRank  # loads vLLM
 
-    group = rank_group if rank_group.size > 1 else None
-    spec = EngineSpec(path, generator_config(rank_group.size), MAX_LENGTH, rank_group=group)
-    return await (GenerationEngine.start(spec) if rank_group.is_leader else PeerRank.start(spec))
+    leads = spec.rank_group is None or spec.rank_group.is_leader
+    return await (GenerationEngine.start(spec) if leads else PeerRank.start(spec))
 
 
 async def run_meshes(path: str, rank_group: RankGroup, meshes: Sequence[str]) -> dict[str, Any]:
     world = dist.get_world_size()
-    engine = await start_engine(path, rank_group)
+    group = rank_group if rank_group.size > 1 else None
+    spec = EngineSpec(path, generator_config(rank_group.size), MAX_LENGTH, rank_group=group)
+    engine = await start_rank(spec)
     results: dict[str, Any] = {}
     version = 0
     for mesh in meshes:
@@ -314,37 +316,26 @@ def run_dying_rank(rank: int, path: str, port: int, victim: int, ready_file: Pat
     spec = EngineSpec(
         path, DYING_CONFIG, tiny_qwen.MAX_LENGTH, rank_group=RankGroup(rank, (RANKS,))
     )
-    return asyncio.run(
-        lead(spec, victim, ready_file) if rank == 0 else follow(spec, victim, ready_file)
-    )
+    return asyncio.run(work_until_a_death(rank, spec, victim, ready_file))
 
 
-async def lead(spec: EngineSpec, victim: int, ready_file: Path) -> str:
-    engine = await GenerationEngine.start(spec)
-    await engine.use_model_dir(0)
-    running = asyncio.create_task(engine.generate(tiny_qwen.prompt(5, 14, 6, 18), seeds=range(8)))
-    await asyncio.sleep(SAMPLING_S)
-    if victim == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    ready_file.touch()
-    try:
-        await running
-    except GenerationError as error:
-        return str(error)
-    return "nothing"
-
-
-async def follow(spec: EngineSpec, victim: int, ready_file: Path) -> str:
-    from streamrl.engines.vllm.peer_rank import PeerRank  # loads vLLM
-
-    peer = await PeerRank.start(spec)
-    serving = asyncio.create_task(peer.wait_until_closed())
-    if victim == 1:
+async def work_until_a_death(rank: int, spec: EngineSpec, victim: int, ready_file: Path) -> str:
+    working: asyncio.Task[Any]
+    engine = await start_rank(spec)
+    if isinstance(engine, GenerationEngine):
+        await engine.use_model_dir(0)
+        prompt = tiny_qwen.prompt(5, 14, 6, 18)
+        working = asyncio.create_task(engine.generate(prompt, seeds=range(8)))
+        await asyncio.sleep(SAMPLING_S)
+        ready_file.touch()
+    else:
+        working = asyncio.create_task(engine.wait_until_closed())
+    if rank == victim:
         while not ready_file.exists():
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        await serving
+        await working
     except GenerationError as error:
         return str(error)
     return "nothing"

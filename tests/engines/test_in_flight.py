@@ -118,25 +118,3 @@ async def test_a_kept_kv_cache_has_the_keys_and_values_of_the_old_weights(flight
         expected = compute_logprobs_on_kept_kv(rollout, *models, first_new)
         np.testing.assert_allclose(rollout.generator_logprobs[first_new:], expected, atol=1e-4)
     assert worst_error([rollout], flight.models) > 1e-2, "the prefix matters"
-
-
-@parametrize_policies("keep")
-async def test_paused_rollouts_resume_with_the_same_tokens(flight: Flight):
-    expected = await flight.engine.generate(SHORT, seeds=range(8))
-    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
-    await flight.wait_for_steps(10)
-    await flight.engine.pause("others have the pool")
-    await flight.engine.pause("weights change")
-    num_steps = flight.log.num_steps
-    late = asyncio.create_task(flight.engine.generate(SHORT, seeds=[3]))
-    await flight.engine.resume("weights change")
-    # Requests made while paused wait as well.
-    await asyncio.sleep(0.3)
-    assert flight.log.num_steps == num_steps
-    assert not running.done() and not late.done()
-    await flight.engine.resume("others have the pool")
-    resumed = [*await running, *await late]
-    assert [rollout.token_ids.tolist() for rollout in resumed] == [
-        rollout.token_ids.tolist() for rollout in [*expected, expected[3]]
-    ]
-    assert flight.log.num_steps > num_steps

@@ -1,12 +1,10 @@
 """Partial rollouts: collected while running, resumed elsewhere; logprobs of given sequences."""
 
 import asyncio
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 
 from streamrl.engines.generation.generation_engine import ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
@@ -132,75 +130,48 @@ async def test_partial_rollouts_of_watched_calls_include_waiting_and_finished_on
 
 
 async def test_compute_logprobs_uses_the_served_weights(flight: Flight):
-    model = endless_model(seed=2)
     sequences = [LONG, SHORT, prompt(7), LONG[: MAX_LENGTH - 1]]
-    for _ in range(2):  # the second time, the prefixes are cached
-        await flight.engine.generate(LONG, seeds=[1], max_new_tokens=1)
-        running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(16)))
-        await asyncio.sleep(0.02)
-        loading = asyncio.create_task(flight.load(model))
-        results = await flight.engine.compute_logprobs(sequences)
-        await loading
-        assert all(logprobs.dtype == np.float32 for logprobs in results)
-        # All sequences are of the version before or of that after the load.
-        errors = [
-            worst_error(
-                [
-                    Rollout(
-                        token_ids=sequence,
-                        loss_mask=np.arange(len(sequence)) > 0,
-                        generator_logprobs=logprobs,
-                        policy_version=np.full(len(sequence), version, np.int32),
-                        finish_reason=FinishReason.ABORT,
-                    )
-                    for sequence, logprobs in zip(sequences, results, strict=True)
-                ],
-                flight.models,
+    running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(16)))
+    await asyncio.sleep(0.02)
+    loading = asyncio.create_task(flight.load(endless_model(seed=2)))
+    results = await flight.engine.compute_logprobs(sequences)
+    await loading
+
+    def measure_error(version: int) -> float:
+        rollouts = [
+            Rollout(
+                token_ids=sequence,
+                loss_mask=np.arange(len(sequence)) > 0,
+                generator_logprobs=logprobs,
+                policy_version=np.full(len(sequence), version, np.int32),
+                finish_reason=FinishReason.ABORT,
             )
-            for version in flight.models
+            for sequence, logprobs in zip(sequences, results, strict=True)
         ]
-        assert min(errors) < 1e-4
-        await running
-    assert await flight.engine.compute_logprobs([]) == []
+        return worst_error(rollouts, flight.models)
+
+    # All sequences are of the version before or of that after the load.
+    assert min(map(measure_error, flight.models)) < 1e-4
+    await running
     with pytest.raises(ConfigError, match="512 tokens"):
         await flight.engine.compute_logprobs([prompt(*[5] * MAX_LENGTH)])
 
 
-def make_bucket_views(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """Return the weights as views of the trainer's buckets, in this order."""
-    manifest = publish_version(
-        weights.items(), version=version, bucket_bytes=1 << 22, writer=LocalWriter()
-    )
-    for data in manifest.handles:
-        data.flags.writeable = False
-    return unpack_tensors(manifest, manifest.handles)
-
-
-def order_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights in publishing order."""
-    return {name: weights[name] for name in order_for_fusion(weights)}
-
-
-async def test_adjacent_tensors_are_served_without_a_copy(flight: Flight):
-    num_bytes = sum(tensor.nbytes for tensor in weights_of(endless_model(seed=1)).values())
-    views: dict[str, torch.Tensor] = {}
-    for seed in (4, 5):
+async def test_adjacent_tensors_of_a_bucket_are_served_without_a_copy(flight: Flight):
+    # In the model's order, q's bias is between q and k.
+    for order, is_copied in ((order_for_fusion, False), (list, True)):
         version = max(flight.models) + 1
-        flight.models[version] = endless_model(seed=seed)
-        views = make_bucket_views(order_weights(weights_of(flight.models[version])), version)
-        before = {name: tensor.clone() for name, tensor in views.items()}
-        loaded = await flight.engine.load_weights(views, version)
-        assert loaded.copied_bytes == 0
-        assert (
-            worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
+        model = flight.models[version] = endless_model(seed=version)
+        weights = {name: weights_of(model)[name] for name in order(weights_of(model))}
+        manifest = publish_version(
+            weights.items(), version=version, bucket_bytes=1 << 22, writer=LocalWriter()
         )
-        # In the model's order, q's bias is between q and k.
-        version += 1
-        flight.models[version] = endless_model(seed=seed + 2)
-        weights = weights_of(flight.models[version])
-        loaded = await flight.engine.load_weights(make_bucket_views(weights, version), version)
-        assert 0 < loaded.copied_bytes < num_bytes
-        assert (
-            worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
+        for data in manifest.handles:
+            data.flags.writeable = False
+        loaded = await flight.engine.load_weights(
+            unpack_tensors(manifest, manifest.handles), version
         )
-        assert all(torch.equal(views[name], before[name]) for name in before)
+        assert bool(loaded.copied_bytes) is is_copied
+        assert loaded.copied_bytes < sum(tensor.nbytes for tensor in weights.values())
+        rollouts = await flight.engine.generate(SHORT, seeds=range(4))
+        assert worst_error(rollouts, flight.models) < 1e-4

@@ -45,7 +45,12 @@ async def test_rollouts_continue_with_the_same_tokens_after_sleep(engines: Engin
         await flight.engine.sleep()
         assert before_mb - measure_resident_mb() > 0.9 * KV_MB
         assert flight.engine.num_running == len(SEEDS)
+        num_steps = flight.log.num_steps
+        late = asyncio.create_task(flight.engine.generate(SHORT, seeds=[3], max_new_tokens=5))
+        await asyncio.sleep(0.3)
+        assert flight.log.num_steps == num_steps and not late.done(), "late requests wait as well"
         await flight.engine.resume(reason)
+        await late
         await flight.wait_for_steps(10)
         # Other memory that the process has freed meanwhile is not allocated again.
         assert before_mb - measure_resident_mb() < 0.5 * KV_MB

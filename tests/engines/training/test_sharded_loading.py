@@ -1,11 +1,7 @@
 """Loading and saving without a whole model on any rank, with the bits of from_pretrained."""
 
-import json
-import subprocess
-import sys
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.files.hf_config import WEIGHTS_FILE, WEIGHTS_INDEX, list_weight_files
 from tests import forked
+from tests.engines.fake_ranks import measure_rank
 from tests.engines.loading_ranks import LAYOUTS, LOADERS, WORLD, load_rank
 from tests.engines.test_architectures import QUICK, SLOW
 from tests.engines.test_architectures import make_model as make_architecture
@@ -103,25 +100,18 @@ def test_a_checkpoint_larger_than_a_file_has_an_index(
         assert torch.equal(saved.get_parameter(name), parameter)
 
 
-TWO_LAYERS = "70B in two layers"
-FAKE_RANKS = [
-    *("7B:8:1:0", "7B:8:2:0"),
-    *(f"{TWO_LAYERS}:{sizes}" for sizes in ("32:8:9", "128:8:70")),
-]
-"""Model, ranks, tensor-parallel ranks and the rank to look at."""
-
-
-@pytest.fixture(scope="module")
-def fake_ranks() -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.engines.fake_ranks", *FAKE_RANKS]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return dict(zip(FAKE_RANKS, map(json.loads, result.stdout.splitlines()), strict=True))
-
-
-@pytest.mark.parametrize("case", FAKE_RANKS)
-def test_no_rank_ever_holds_the_whole_model(fake_ranks: dict[str, dict[str, Any]], case: str):
-    rank = fake_ranks[case]
+@pytest.mark.parametrize(
+    ("model", "world_size", "tensor_parallel", "number"),
+    [
+        *(("7B", 8, 1, 0), ("7B", 8, 2, 0)),
+        *(("70B in two layers", *sizes) for sizes in ((32, 8, 9), (128, 8, 70))),
+    ],
+)
+def test_no_rank_ever_holds_the_whole_model(
+    model: str, world_size: int, tensor_parallel: int, number: int
+):
+    arguments = [(model, world_size, tensor_parallel, number)]
+    (rank,) = forked.run(measure_rank, arguments, timeout_s=600)
     assert rank["misshapen"] == []
     assert rank["share"] < rank["whole"] / 3
     assert rank["share"] <= rank["loading"] <= rank["share"] + rank["largest"]

@@ -171,17 +171,6 @@ def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(
         assert rank["meshes"][CAST_MESH]["is_cast"]
 
 
-@pytest.mark.slow
-@pytest.mark.ranks(Run("four"))
-def test_four_tensor_ranks_form_generators_of_every_other_rank(results: dict[str, list[Any]]):
-    ranks = results["four"][:-1]
-    assert [rank["rank_group"] for rank in ranks] == [(0, 2), (1, 3)] * 2
-    cut = sum(p.nbytes for name, p in make_model(4).named_parameters() if "_proj" in name)
-    for rank in ranks:
-        # (d_g - 1) / (t p) of the split tensors, the theoretical minimum.
-        assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
-
-
 @pytest.mark.parametrize(
     ("name", "copies_columns"),
     parametrize_runs([("two", False), ("four", True), ("each alone", True)]),
