@@ -14,12 +14,10 @@ from streamrl.errors import ConfigError
     [
         ({}, ": an entry is kind: python, or kind: mcp with command .*; this one has nothing"),
         ({"kind": "pyton"}, "this one has kind=pyton"),
-        ({"kind": "mcp"}, "this one has kind=mcp"),
         ({"kind": "mcp", "command": ["a"], "url": "http://a"}, "command=.*, kind=mcp, url="),
         ({"kind": "mcp", "url": "a.org"}, ".url=a.org: must begin with http:// or https://"),
         ({"kind": "python", "only": ["a"]}, "this one has kind=python, only="),
         ({"kind": "mcp", "url": "http://a", "env": ["A"]}, "this one has env=.*, kind=mcp, url="),
-        ({"kind": "mcp", "command": ["a"], "headers_env": {"A": "B"}}, "headers_env="),
     ],
 )
 def test_contradictions_in_an_entry_are_refused(settings, error):

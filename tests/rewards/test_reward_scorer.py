@@ -1,7 +1,6 @@
 """Workers of the reward and cost stages, and the rollouts that they record."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from streamrl.rewards.kinds.rules import EnvironmentReward, RegexOptions, build_
 from streamrl.rewards.reward_scorer import RewardScorer, describe_rollouts, score_costs, split_text
 from streamrl.rewards.reward_set import COSTS, RewardComponent, RewardSet
 from streamrl.telemetry.config import RolloutConfig
-from streamrl.telemetry.rollout_log import RecordedTurn, RolloutLog, read_recorded_groups
+from streamrl.telemetry.rollout_log import RecordedTurn
 from tests.rewards.episodes import Segment, make_episode
 from tests.rollouts import make_rollout
 
@@ -204,23 +203,6 @@ def test_the_pieces_of_a_text_join_to_the_text(text: str, max_pieces: int):
     pieces, rest = split_text(TOKENIZER, ids, max_pieces)
     assert len(pieces) == min(max_pieces, len(ids))
     assert "".join(pieces) + rest == text
-
-
-async def test_the_turns_that_the_scorer_records_are_read_back(tmp_path: Path):
-    columns = make_columns(TWO_TURNS, TWO_TURNS)
-    rewards = [RewardComponent("env", 1.0, False, EnvironmentReward())]
-    row = Prompt("0:1:0", np.array(encode("Guess."), np.int32), environment="guess")
-    scorer = RewardScorer(RewardSet(rewards), TOKENIZER, accept_group, RolloutConfig(logprobs=True))
-    await scorer.score([experience(columns, row=row)])
-    RolloutLog(tmp_path).write_groups(1, scorer.drain_recorded())
-    (group,) = read_recorded_groups(tmp_path, 1)
-    first, second = group.rollouts
-    assert group.environment == "guess"
-    assert [r.score for r in group.rollouts] == [0.0, 1.0]
-    assert second.environment_score == 1.0
-    assert first.prompt_text == "Guess."
-    assert first.version_range == (3, 4)
-    assert (first.turns[1].text, first.turns[1].piece_lengths) == ("50<|end|>", (1, 1, 7))
 
 
 async def test_an_episode_of_several_samples_is_scored_filtered_and_recorded_once():

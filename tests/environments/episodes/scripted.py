@@ -159,6 +159,9 @@ def say(text: str, **values: Any) -> EnvironmentStep:
 
 
 def make_driver(sampler, hosts, *, slots=64, attempts=3, max_turn_tokens=16, **limits):
+    """Make a driver; `hosts` may be the steps of every episode."""
+    if isinstance(hosts, list):
+        steps, hosts = hosts, ScriptedHosts(lambda: ScriptedSession(steps))
     values = {"max_tokens": 256, "episode_timeout_s": 100.0, **limits}
     return EpisodeDriver(
         sampler,

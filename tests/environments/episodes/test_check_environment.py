@@ -22,7 +22,7 @@ from streamrl.environments.interface import CallOutcome, EnvironmentStep, Messag
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.messages import FinishReason, Prompt
 from tests.descendants import descendants
-from tests.environments.hosts.user_files import ANSWERS, make_leaning
+from tests.environments.hosts.user_files import LEANING, SHARED_STATE
 from tests.environments.tool_calls.test_tool_schema import Library
 
 PROMPTS = [
@@ -112,9 +112,10 @@ async def test_a_close_that_fails_or_hangs_is_a_finding(
     assert "2 of 2 episodes failed" in text and problem in text
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("answer", SHARED_STATE)
 async def test_state_that_episodes_share_is_found_side_by_side(tmp_path, answer):
-    found = await probe(tmp_path, make_leaning(tmp_path, answer), max_turns=2)
+    source = LEANING.replace("FOLDER", str(tmp_path)).replace("ANSWER", answer)
+    found = await probe(tmp_path, source, max_turns=2)
     assert found["same seed"][0] == "ok", "alone nothing is wrong"
     status, text = found["together"]
     assert status == "fail" and "episodes side by side are not as alone" in text
@@ -166,12 +167,10 @@ def test_the_first_difference_of_two_episodes_has_its_turn():
     [
         ({"silent": 0.0, "random": 0.9}, []),
         ({"silent": 1.0, "random": 0.0}, ["gives 1 to nonsense: the silent"]),
-        ({"silent": 1.0, "random": 0.0, "oracle": 5.0}, []),
         ({"random": 5.0, "oracle": 5.0}, ["gives 5 to nonsense: the random", "the oracle's mean"]),
         ({"oracle": 0.0}, ["the oracle's mean is 0"]),
         # A maze that a random walk solves once in four.
         ({"random": (0.0, 0.0, 1.0, 0.0), "oracle": 1.0}, []),
-        ({"random": (0.0, 0.0, 1.0, 0.0), "oracle": (1.0, 0.5)}, []),
         ({"random": (0.5, 1.0), "oracle": (1.0, 0.5)}, ["the oracle's mean is 0.75, no more"]),
     ],
 )

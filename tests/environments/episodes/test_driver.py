@@ -87,12 +87,9 @@ async def test_a_worked_episode_of_two_turns():
 @given(st.integers(0, 10_000))
 def test_trained_tokens_are_the_sampled_tokens_and_columns_keep_the_schema(seed):
     rng = random.Random(seed)
-    turns: list[str] = []
 
     def write(context, turn_seed):
-        text = "".join(rng.choice("ab{}<>") for _ in range(rng.randint(1, 5))) + ";"
-        turns.append(text)
-        return text
+        return "".join(rng.choice("ab{}<>") for _ in range(rng.randint(1, 5))) + ";"
 
     def open_session():
         count = rng.randint(1, 5)
@@ -114,10 +111,7 @@ def test_trained_tokens_are_the_sampled_tokens_and_columns_keep_the_schema(seed)
         ends = iter(columns["turn_ends"].tolist())
         for (tokens, mask), session in zip(rows, hosts.sessions, strict=True):
             assert to_text(tokens[mask]).split(";")[:-1] == session.replies
-            assert [tokens[next(ends) - 1] for _ in session.replies] == [ord(";")] * len(
-                session.replies
-            )
-        assert sorted(to_text(columns["token_ids"][columns["loss_mask"]])) == sorted("".join(turns))
+            assert {tokens[next(ends) - 1] for _ in session.replies} == {ord(";")}
 
     run_virtual(run())
 
@@ -131,9 +125,8 @@ async def test_a_turn_that_does_not_continue_the_episode_is_an_infrastructure_er
         return await original(np.where(prompt_ids == ord("?"), ord("!"), prompt_ids), **options)
 
     monkeypatch.setattr(sampler, "generate", generate)
-    hosts = ScriptedHosts(lambda: ScriptedSession([DONE]))
     with pytest.raises(EpisodeError, match=r"token 0 of 1 differs; sent \[63\], got \[33\]"):
-        await run_group(make_driver(sampler, hosts, attempts=1))
+        await run_group(make_driver(sampler, [DONE], attempts=1))
 
 
 @pytest.mark.parametrize(
@@ -163,12 +156,8 @@ def test_limits_end_an_episode_as_truncated_and_it_is_still_scored(limits, reaso
 
 @in_virtual_time
 async def test_time_in_engine_and_environment_ends_an_episode_waiting_for_a_slot_does_not():
-    sampler = ScriptedSampler()
-
-    def open_session():
-        return ScriptedSession([(4.0, say("slow", reward=0.5))] * 9)
-
-    driver = make_driver(sampler, ScriptedHosts(open_session), episode_timeout_s=10.0)
+    steps = [(4.0, say("slow", reward=0.5))] * 9
+    driver = make_driver(ScriptedSampler(), steps, episode_timeout_s=10.0)
     columns = await run_group(driver, seeds=range(3))
     assert set(list_reasons(columns)) == {FinishReason.TIMEOUT}
     # Not the score of an environment that may still be busy, but the rewards before.
@@ -187,8 +176,7 @@ async def test_an_episodes_clock_stops_while_its_engine_is_suspended(monkeypatch
         return await sample(*arguments, **options)
 
     monkeypatch.setattr(sampler, "generate", generate)
-    hosts = ScriptedHosts(lambda: ScriptedSession([(3.0, say("x")), (3.0, DONE)]))
-    driver = make_driver(sampler, hosts, episode_timeout_s=12.0)
+    driver = make_driver(sampler, [(3.0, say("x")), (3.0, DONE)], episode_timeout_s=12.0)
     columns = await run_group(driver)
     assert list_reasons(columns) == [FinishReason.STOP]
     # The engine samples 4 s of 2010 and is suspended for 2000; the environment works for 6.
@@ -215,10 +203,9 @@ async def test_a_retry_writes_other_words_in_the_same_environment():
         lambda: ScriptedSession([DONE if hosts.sessions else EpisodeError("crash")])
     )
     driver = make_driver(ScriptedSampler(lambda context, seed: f"{seed};"), hosts)
-    columns = await run_group(driver, seeds=[5])
+    await run_group(driver, seeds=[5])
     words = [session.replies for session in hosts.sessions]
     assert words == [["5"], [str(derive_attempt_seed(5, 2))]]
-    assert to_text(columns["token_ids"]) == f"?{derive_attempt_seed(5, 2)};"
     assert hosts.seeds == [7, 7] and all(session.is_closed for session in hosts.sessions)
     assert driver.meter.drain_counts()["episode/infra_errors"] == 1
     assert len({derive_attempt_seed(5, attempt) for attempt in range(1, 9)}) == 8
@@ -253,8 +240,7 @@ async def test_an_evaluation_leaves_out_failed_samples_and_counts_in_no_metric_o
 @in_virtual_time
 async def test_the_meter_tells_how_many_open_episodes_wait_for_their_environment():
     sampler = ScriptedSampler(token_s=1.0)
-    hosts = ScriptedHosts(lambda: ScriptedSession([(500.0, DONE)]))
-    driver = make_driver(sampler, hosts, slots=1, episode_timeout_s=1000.0)
+    driver = make_driver(sampler, [(500.0, DONE)], slots=1, episode_timeout_s=1000.0)
     group = asyncio.create_task(run_group(driver, seeds=range(3)))
     await asyncio.sleep(5.0)  # the third turn is being sampled
     assert driver.meter.describe_waits() == (
@@ -340,15 +326,13 @@ async def test_an_episode_holds_slot_and_lease_only_while_it_samples():
             holders -= 1
 
     sampler = ScriptedSampler(token_s=0.5)
-    hosts = ScriptedHosts(lambda: ScriptedSession([(30.0, say("x")), (30.0, DONE)]))
-    driver = make_driver(sampler, hosts, slots=2)
+    driver = make_driver(sampler, [(30.0, say("x")), (30.0, DONE)], slots=2)
     group = asyncio.create_task(run_group(driver, seeds=range(8), compute=lease))
     await asyncio.sleep(4.5)  # all have had their first turn, two at a time
     assert (holders, sampler.num_running) == (0, 0)
     await group
     assert most == sampler.max_running == 2
-    counts = driver.meter.drain_counts()
-    assert counts["episode/open"] == 0
+    assert driver.meter.drain_counts()["episode/open"] == 0
 
 
 @in_virtual_time
@@ -360,16 +344,13 @@ async def test_spans_of_turns_have_the_time_of_the_environment_so_far():
         yield facts
         turns.append(facts)
 
-    sampler = ScriptedSampler(token_s=0.5)
-    hosts = ScriptedHosts(lambda: ScriptedSession([(2.0, say("xy")), (3.0, DONE)]))
-    driver = make_driver(sampler, hosts)
-    await run_group(driver, seeds=[5], compute=record)
+    driver = make_driver(ScriptedSampler(token_s=0.5), [(2.0, say("xy")), (3.0, DONE)])
+    await run_group(driver, compute=record)
     first, second = turns
     facts = [(turn["episode"], turn["turn"], turn["environment_s"]) for turn in turns]
     assert facts == [(0, 0, 0.0), (0, 1, 2.0)]
     assert second["context"] > first["context"] + first["tokens"]
-    counts = driver.meter.drain_counts()
-    assert counts["episode/environment_s:sum"] == 5.0
+    assert driver.meter.drain_counts()["episode/environment_s:sum"] == 5.0
 
 
 @in_virtual_time
@@ -380,11 +361,10 @@ async def test_turns_of_earlier_groups_go_first():
         order.append(seed)
         return "a;"
 
-    hosts = ScriptedHosts(lambda: ScriptedSession([say("x"), say("y"), DONE]))
-    driver = make_driver(ScriptedSampler(write, token_s=1.0), hosts, slots=1)
+    sampler = ScriptedSampler(write, token_s=1.0)
+    driver = make_driver(sampler, [say("x"), say("y"), DONE], slots=1)
     await asyncio.gather(*(run_group(driver, seeds=[seed]) for seed in (100, 200, 300)))
-    first_turns = [order.index(seed) for seed in (100, 200, 300)]
-    assert first_turns == sorted(first_turns)
+    assert order.index(100) < order.index(200) < order.index(300)
     assert order.index(300) >= 6  # all turns of the first two groups come before the third group
 
 
@@ -403,8 +383,7 @@ async def test_a_first_observation_without_room_for_a_turn_is_no_episode(monkeyp
 @in_virtual_time
 async def test_an_observation_that_cannot_fit_is_not_encoded(monkeypatch):
     monkeypatch.setattr(CodePointRenderer, "render_bridge", refuse_to_encode)
-    hosts = ScriptedHosts(lambda: ScriptedSession([say("x" * 1_000_000), DONE]))
-    columns = await run_group(make_driver(ScriptedSampler(), hosts))
+    columns = await run_group(make_driver(ScriptedSampler(), [say("x" * 1_000_000), DONE]))
     assert list_reasons(columns) == [FinishReason.TOKENS]
 
 
@@ -415,8 +394,7 @@ def refuse_to_encode(*arguments, **options):
 @in_virtual_time
 async def test_the_worst_outcome_of_its_calls_is_that_of_the_turn():
     calls = [CallOutcome.OK, CallOutcome.TOOL_ERROR, CallOutcome.UNKNOWN_TOOL]
-    hosts = ScriptedHosts(lambda: ScriptedSession([say("x", outcomes=calls), DONE]))
-    driver = make_driver(ScriptedSampler(), hosts)
+    driver = make_driver(ScriptedSampler(), [say("x", outcomes=calls), DONE])
     columns = await run_group(driver)
     assert columns["turn_outcomes"].tolist() == [TurnOutcome.TOOL_ERROR, TurnOutcome.SPOKE]
     assert (columns["num_calls"].tolist(), columns["num_invalid_calls"].tolist()) == ([3], [1])

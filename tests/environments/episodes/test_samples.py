@@ -49,24 +49,16 @@ async def test_a_turn_after_a_dropped_thought_begins_a_new_sample():
     assert columns["environment_scores"].tolist() == [2.0, 2.0]
     assert columns["finish_reason"].tolist() == [FinishReason.STOP.value] * 2
     assert session.replies == ["{hm}5", "{so}3"]
+    expected = {"samples": 2, "turns": 2, "sampled_tokens": 12, "observed_tokens": 5}
     counts = driver.meter.drain_counts()
-    for name, value in {
-        "samples": 2,
-        "turns": 2,
-        "sampled_tokens": 12,
-        "observed_tokens": 5,
-    }.items():
-        assert counts[f"episode/{name}:sum"] == value
+    assert {name: counts[f"episode/{name}:sum"] for name in expected} == expected
 
 
 @in_virtual_time
 async def test_turns_without_thoughts_and_those_after_the_last_sample_are_appended():
     turns = iter(["5;", "{hm}6;", "7;", "{so}8;", "9;"])
     sampler = ScriptedSampler(lambda context, seed: next(turns))
-    steps = [say(letter) for letter in "abcd"]
-    driver = make_driver(
-        sampler, ScriptedHosts(lambda: ScriptedSession([*steps, DONE])), max_samples=2
-    )
+    driver = make_driver(sampler, [*map(say, "abcd"), DONE], max_samples=2)
     columns = await run_group(driver)
     assert sampler.contexts == [
         *("?", "?5;[a]", "?5;[a]6;[b]", "?5;[a]6;[b]7;[c]", "?5;[a]6;[b]7;[c]{so}8;[d]"),

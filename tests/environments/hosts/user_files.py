@@ -110,36 +110,18 @@ def run(command):
     return os.getpid()
 '''
 LEANING = """
-import os, pathlib, random, tempfile
-import numpy as np
+import os, pathlib, random
 from streamrl.environments import Turn
 CURRENT = {}
 FILE = pathlib.Path("FOLDER", "fixed_name")
 class Leaning:
-    seed_of_all = 0
     def reset(self, row, seed):
-        random.seed(seed), np.random.seed(seed)
-        os.environ["MY_SEED"], CURRENT["seed"], Leaning.seed_of_all = str(seed), seed, seed
-        self.folder = tempfile.mkdtemp(dir="FOLDER")
-        os.chdir(self.folder)
+        random.seed(seed)
+        os.environ["MY_SEED"] = CURRENT["seed"] = str(seed)
         FILE.write_text(str(seed))
         return "Go."
     def step(self, reply):
-        return Turn(ANSWER)
+        return Turn(str(ANSWER))
 """
-ANSWERS = (
-    *(
-        "random.random()",
-        "np.random.random()",
-        "os.environ['MY_SEED']",
-        "os.getcwd() == self.folder",
-    ),
-    *("CURRENT['seed']", "self.seed_of_all", "FILE.read_text()"),
-)
-"""Expressions of the leaning environment, each of which depends on state that episodes share."""
-
-
-def make_leaning(folder, *answers):
-    """Return the source of an environment that changes what episodes share, and answers so."""
-    answer = f"str([{', '.join(answers)}])"
-    return LEANING.replace("FOLDER", str(folder)).replace("ANSWER", answer)
+SHARED_STATE = ("random.random()", "os.environ['MY_SEED']", "CURRENT['seed']", "FILE.read_text()")
+"""Answers of the leaning environment, each of which depends on state that episodes share."""

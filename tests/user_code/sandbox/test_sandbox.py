@@ -133,12 +133,7 @@ async def test_tests_stop_at_the_first_failure_if_stop_early(sandbox: Sandbox):
     expected = [RewardOutcome.PASS, RewardOutcome.RUNTIME_ERROR]
     assert [r.outcome for r in early.test_results] == expected
     full = await sandbox.run(SandboxProgram("python", ADD, tests, stop_early=False))
-    assert [r.outcome.value for r in full.test_results] == [
-        "pass",
-        "runtime_error",
-        "pass",
-        "runtime_error",
-    ]
+    assert [r.outcome for r in full.test_results] == expected * 2
     assert (early.pass_rate, full.pass_rate) == (0.25, 0.5)
     assert full.outcome is RewardOutcome.RUNTIME_ERROR
 
@@ -164,24 +159,10 @@ if os.fork() == 0:
 
 
 @module_loop
-@pytest.mark.parametrize(
-    ("language", "source"),
-    [
-        (
-            "python",
-            'import os\nprint(os.listdir("/tmp/program"))\nopen("/tmp/program/n", "w").close()',
-        ),
-        (
-            "bash",
-            'ls /tmp/program; echo "echo changed" > /tmp/program/solution.sh; touch /tmp/program/n',
-        ),
-    ],
-)
-async def test_compiled_files_are_restored_before_each_test(
-    sandbox: Sandbox, language: str, source: str
-):
-    expected = {"python": "[]", "bash": "solution.sh"}[language]
-    outcome = await sandbox.run(SandboxProgram(language, source, [StdinTest("", expected)] * 3))
+async def test_compiled_files_are_restored_before_each_test(sandbox: Sandbox):
+    source = 'ls /tmp/program; echo "echo no" > /tmp/program/solution.sh; touch /tmp/program/n'
+    tests = [StdinTest("", "solution.sh")] * 3
+    outcome = await run(sandbox, source, *tests, language="bash")
     assert [result.outcome for result in outcome.test_results] == [RewardOutcome.PASS] * 3, outcome
 
 
@@ -359,16 +340,12 @@ async def test_allow_unsafe_runs_programs_within_limits_with_a_warning(
     assert "no sandbox" in sandbox.user_warning
     tests = [StdinTest("1 2", "3"), StdinTest("3 3", "6")]
     assert await verdict(sandbox, ADD, *tests) is RewardOutcome.PASS
-    assert (
-        await verdict(sandbox, "def f(x): return x", CallTest("f", [1], [1])) is RewardOutcome.PASS
-    )
     loop = "import os\nos.fork()\nwhile True: pass"
     assert await verdict(sandbox, loop, StdinTest("", "")) is RewardOutcome.TIMEOUT
     assert (
         await verdict(sandbox, "x = bytearray(1 << 33)", StdinTest("", "")) is RewardOutcome.MEMORY
     )
-    source = "import os; os.chdir('..'); print(os.getcwd())"
-    outcome = await run(sandbox, source)
+    outcome = await run(sandbox, "import os; os.chdir('..'); print(os.getcwd())")
     folder = outcome.detail.removeprefix("wrote '").partition("\\n")[0]
     await sandbox.close()
     assert "streamrl-unsafe-" in folder
