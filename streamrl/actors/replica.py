@@ -12,7 +12,7 @@ from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.engine_factory import HostedScorer
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
-from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor
 from streamrl.dataflow import EMA_REFERENCE, REWARD_CALL, ModelCall
 from streamrl.errors import ActorLostError
 from streamrl.messages import Experience
@@ -45,11 +45,12 @@ class RemoteWeightChannel:
             self._transport_reader = context.transport.make_reader(role, follower)
 
     async def wait_for_newer(self, state: FollowerState, *, wait_s: float) -> WeightManifest | None:
-        reply = self._coordinator.wait_for_manifest.remote(
-            self._role, self._follower_name, state, wait_s
-        )
-        manifest = await await_reply(
-            reply, "coordinator.wait_for_manifest", wait_s + CALL_TIMEOUT_S
+        manifest = await call_actor(
+            self._coordinator,
+            "coordinator",
+            "wait_for_manifest",
+            *(self._role, self._follower_name, state, wait_s),
+            timeout_s=wait_s + CALL_TIMEOUT_S,
         )
         assert manifest is None or isinstance(manifest, WeightManifest)
         return manifest

@@ -165,9 +165,9 @@ class SharedWeights:
     async def invalidate_weights(self) -> None:
         """Mark the weights as changing: pause the generator until `load_weights`.
 
-        Call each under a device lease: the trainers' lease, and later that of the generator's
-        process. No lease is held in between, while `publish_version` runs: the pause alone keeps
-        the generator from computing.
+        This call needs the trainers' device lease, `load_weights` later that of the generator.
+        While `publish_version` runs in between, nobody holds a lease: the pause alone keeps the
+        generator from computing.
         """
         self._version = -1
         if self._generator is not None:

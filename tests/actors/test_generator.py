@@ -17,6 +17,7 @@ from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.protocols import StageContext
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion
+from tests.actors.fakes import FakeGenerator
 from tests.environments.episodes.scripted import (
     PROMPT,
     ScriptedHosts,
@@ -44,6 +45,16 @@ class CountingLease:
 
     def report_progress(self) -> None:
         pass
+
+
+async def test_suspend_pauses_the_engine_and_resume_resumes_it():
+    actor: Any = GeneratorActor()
+    actor._generator = engine = FakeGenerator()
+    actor._stages = [SimpleNamespace(name="generate", spans=SpanRecorder("generator-0"))]
+    await actor.suspend()
+    assert engine.calls == ["pause for lease"]
+    await actor.resume()
+    assert engine.calls == ["pause for lease", "resume from lease"]
 
 
 async def test_an_episode_holds_the_device_lease_for_its_turns_and_not_for_its_group():

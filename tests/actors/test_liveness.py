@@ -188,7 +188,9 @@ def test_a_silent_actor_is_reported_once_until_it_answers_and_is_restarted_once_
     os.kill(pid, signal.SIGSTOP)
     silent = watch_actors(monitor, clock, actors, 60, stopped="generator-1")
     assert silent == ["generator-1"], "reported once"
-    assert len(monitor._pending_pings) <= 2, "at most one pending ping per actor"
+    pending = monitor._pending_pings["generator-1"]
+    assert watch_actors(monitor, clock, actors, 10, stopped="generator-1") == []
+    assert monitor._pending_pings["generator-1"] is pending, "at most one pending ping per actor"
     os.kill(pid, signal.SIGCONT)
     assert watch_actors(monitor, clock, actors, 30) == []
     os.kill(pid, signal.SIGSTOP)

@@ -123,6 +123,26 @@ async def test_only_large_columns_take_actor_calls(make: Make, uid: str):
     assert shard.actor.called == ["get_endpoint", *calls]
 
 
+async def test_large_columns_lost_with_their_shard_are_requested_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    uid = "0:1:0"
+    queue = ExperienceQueue([make()], "me")
+    await queue.insert_prompts([Prompt(uid, np.array([1], np.int32))], 0)
+    (leased,) = await queue.lease_groups("generate", max_groups=1, columns=(), wait_s=5.0)
+    await queue.commit_columns([(leased.lease, columns_of(uid))])
+    fetch_objects, errors = queue_shard.fetch_objects, [ActorLostError("the shard died")]
+
+    async def fail_once(*arguments: Any) -> list[Any]:
+        if errors:
+            raise errors.pop()
+        return await fetch_objects(*arguments)
+
+    monkeypatch.setattr(queue_shard, "fetch_objects", fail_once)
+    assert_columns_of((await queue.read_columns([uid], ROLLOUT_COLUMNS))[uid], uid)
+    assert not errors
+
+
 async def test_an_error_of_the_shard_is_raised_in_the_caller(make: Make):
     queue = ExperienceQueue([make()], "me")
     await queue.insert_prompts(prompts(), 0)
@@ -140,7 +160,7 @@ async def test_a_lost_connection_is_reopened_without_losing_groups(make: Make):
         queue.lease_groups("generate", max_groups=3, columns=(), wait_s=20.0)
     )
     await queue.get_stats()
-    (await shard._get_connection()).close()
+    (await shard._get_connection())._writer.transport.abort()
     await queue.insert_prompts(prompts(), 0)
     leased = await waiting
     await queue.commit_columns([(group.lease, columns_of(group.uid)) for group in leased])
@@ -205,7 +225,7 @@ async def test_a_long_call_survives_repeated_connection_losses(
         async with asyncio.timeout(30.0):
             while not connection._pending_replies:
                 await asyncio.sleep(0.01)
-        connection.close()
+        connection._writer.transport.abort()
     (first,) = (await shard.call(QueueShard.get_stats)).uids
     await queue.remove_groups([first], 1)
     await admitting

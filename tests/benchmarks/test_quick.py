@@ -77,7 +77,7 @@ WITH_ENGINES = {
     "updates": ("keep/sampled_per_s", "keep/trained_per_s", "keep/step_s"),
     "weights": tuple(
         f"1M/{transport}/generators_1/{name}_s"
-        for transport in ("store", "shared_memory", "collective", "disk")
+        for transport in ("store", "shared_memory", "collective")
         for name in ("publish", "transfer", "load", "memcpy", "decode_step")
     ),
 }

@@ -164,7 +164,7 @@ TRANSPORTS = {
     "generator": "collective",
     "scorer": "store",
     "shard": "store",
-    "coordinator": "disk",
+    "coordinator": "shared_memory",
     "trainer": "shared_memory",
 }
 """Weights transport by role, so that all are covered; metrics do not depend on the transport."""

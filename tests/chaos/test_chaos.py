@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from streamrl.config.run_config import load_config
 from tests.chaos.bench import INJECT, Bench
-from tests.chaos.scenarios import HOST, ROLES, Scenario, short_scenarios
+from tests.chaos.scenarios import HOST, ROLES, Scenario, all_scenarios, short_scenarios
 
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 
@@ -30,6 +31,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def test_after_a_kill_every_prompt_is_trained_once(bench: Bench, scenario: Scenario):
     result = bench.run_scenario(scenario, with_baseline=False)
     assert not result.problems, f"{scenario}, CHAOS_SEED={SEED}:\n" + "\n".join(result.problems)
+
+
+def test_a_run_accepts_the_settings_of_every_scenario():
+    for scenario in all_scenarios(SEED):
+        words = [f"{key}={value}" for key, value in scenario.settings.items()]
+        load_config(Path("configs/grpo_arithmetic.yaml"), words)
 
 
 def test_the_injected_sitecustomize_is_idle_without_a_plan_and_runs_the_hidden_one(tmp_path: Path):

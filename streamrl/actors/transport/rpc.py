@@ -76,13 +76,6 @@ class RpcServer:
         port = self._server.sockets[0].getsockname()[1]
         return RpcEndpoint(self._host, port, self._secret)
 
-    def close(self) -> None:
-        """Stop listening and close all connections. Requests in progress are still handled."""
-        if self._server is not None:
-            self._server.close()
-        for connection in self._connection_tasks:
-            connection.cancel()
-
     def _accept_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -195,10 +188,6 @@ class RpcConnection:
             raise ActorError(f"{call_name}: {value}")
         raise value
 
-    def close(self) -> None:
-        """Close the connection; calls that wait for a reply raise ConnectionResetError."""
-        self._reader_task.cancel()
-
     async def _receive_replies(self, reader: asyncio.StreamReader) -> str:
         """Pass replies to their callers until the connection ends; return the reason of the end."""
         try:
@@ -217,9 +206,9 @@ class RpcConnection:
         _reader_tasks.discard(reader_task)
         self.is_open = False
         self._writer.close()
-        reason = "closed by this process"
-        if not reader_task.cancelled():
-            reason = str(reader_task.exception() or reader_task.result())
+        if reader_task.cancelled():
+            return  # the event loop ends, and with it the calls
+        reason = str(reader_task.exception() or reader_task.result())
         for future in self._pending_replies.values():
             if not future.done():
                 future.set_exception(ConnectionResetError(f"the connection is lost ({reason})"))

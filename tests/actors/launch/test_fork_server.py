@@ -30,9 +30,10 @@ from streamrl.actors.launch.launch_worker import (
 )
 from streamrl.engines.vllm.environment import make_vllm_env
 
-# A command with two light levels; the second imports under X=1.
+# A command with two light levels; the second imports under X=1. The command itself has a thread.
 COMMAND = """
-import sys, time
+import sys, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 from streamrl.actors.launch import fork_server
 from streamrl.actors.launch.fork_server import ForkLevel
 base = ForkLevel("base", "", ("numpy",))

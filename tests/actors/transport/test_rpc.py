@@ -24,11 +24,12 @@ async def echo(request: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def listening(handler: Any) -> AsyncIterator[RpcEndpoint]:
-    server = RpcServer(HOST, handler)
+    server: Any = RpcServer(HOST, handler)
+    endpoint = await server.get_endpoint()
     try:
-        yield await server.get_endpoint()
+        yield endpoint
     finally:
-        server.close()
+        server._server.close()
 
 
 @contextlib.asynccontextmanager
@@ -38,7 +39,7 @@ async def connected(handler: Any = echo) -> AsyncIterator[RpcConnection]:
         try:
             yield connection
         finally:
-            connection.close()
+            connection._writer.transport.abort()
 
 
 @contextlib.asynccontextmanager
@@ -207,7 +208,7 @@ async def test_a_recorded_handshake_cannot_be_replayed_and_hides_the_secret():
         writer.write(recorded[0] + rpc._encode_frame(0, "again"))
         assert len(await asyncio.wait_for(reader.read(), 5.0)) == rpc._CHALLENGE_BYTES
         writer.close()
-        connection.close()
+        connection._writer.transport.abort()
     assert not answered
 
 
