@@ -3,14 +3,12 @@
 import contextlib
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.budget import LEAST, Budget, BudgetUsedError, within_budget
+from tests.budget import LEAST, BudgetUsedError, within_budget
 
 Seen = list[int]
 
@@ -48,22 +46,3 @@ def test_a_failure_is_fully_shrunk_despite_the_budget(drawn: Seen):
     with pytest.raises(AssertionError):
         run(body)
     assert drawn[-1] == 0
-
-
-def test_cases_of_a_randomized_test_share_its_budget(drawn: Seen, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tests.budget.SECONDS", 40.0)
-
-    @given(data=st.data())
-    def test(data: st.DataObject) -> None:
-        drawn.append(data.draw(st.integers()))
-
-    cases: Any = [SimpleNamespace(obj=test)] * 2
-    plugin = Budget()
-    plugin.pytest_collection_finish(cast(pytest.Session, SimpleNamespace(items=cases)))
-    call = plugin.pytest_runtest_call(cases[0])
-    next(call)
-    with pytest.raises(BudgetUsedError) as end:
-        test()
-    with pytest.raises(StopIteration):
-        call.throw(end.value)
-    assert len(drawn) == 21

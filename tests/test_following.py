@@ -19,8 +19,6 @@ from streamrl.messages import Array
 from streamrl.pipeline import (
     FOLLOW_WAIT_S,
     PULL_ATTEMPTS,
-    exclude_unverified,
-    find_newest_version,
     follow_weights,
 )
 from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
@@ -203,26 +201,6 @@ async def test_follower_with_different_logprobs_serves_nothing_and_fails():
     with pytest.raises(LogprobCheckError, match=r"generator-0, with version 0, .* by 2 nats on"):
         await follower.loop
     assert follower.served.version == -1, "rollouts of the version stay uncommitted"
-
-
-def test_newest_version_of_columns():
-    assert find_newest_version({"policy_version": np.array([-1, 3, 4, -1, 3], np.int32)}) == 4
-    assert find_newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
-
-
-@in_virtual_time
-async def test_partial_rollouts_of_an_unverified_version_are_excluded():
-    served = ServedVersion("generator-0", version=3)
-
-    async def read_partials() -> Mapping[str, Mapping[str, Array]]:
-        return {
-            uid: {"policy_version": np.array([-1, *versions], np.int32)}
-            for uid, versions in {"old": [2, 3], "new": [3, 4]}.items()
-        }
-
-    assert (await exclude_unverified(read_partials, served)()).keys() == {"old"}
-    served.advance_to(4)
-    assert (await exclude_unverified(read_partials, served)()).keys() == {"old", "new"}
 
 
 @in_virtual_time

@@ -1,7 +1,5 @@
 """Messages between stages: prompts, columns, rollouts."""
 
-import pickle
-
 import msgspec
 import numpy as np
 import pytest
@@ -19,26 +17,6 @@ from streamrl.messages import (
     sum_over_samples,
 )
 from tests.rollouts import make_rollout
-
-
-@pytest.mark.parametrize("tokens", [[], [7], [2**31 - 1, -1, 0]])
-def test_prompt_pickles_unchanged(tokens: list[int]):
-    prompt = Prompt(
-        "0:3:1",
-        np.array(tokens, np.int32),
-        messages=[{"role": "user", "content": "1 + 1?"}],
-        data_source="sums",
-        ground_truth={"answer": 2},
-        extra_info={"row": np.arange(3)},
-    )
-    restored = pickle.loads(pickle.dumps(prompt))
-    assert restored.token_ids.dtype == np.int32
-    assert restored.token_ids.tolist() == tokens
-    assert restored.extra_info["row"].tolist() == [0, 1, 2]
-    fields = ("uid", "messages", "data_source", "ground_truth")
-    assert [getattr(restored, name) for name in fields] == [
-        getattr(prompt, name) for name in fields
-    ]
 
 
 @pytest.mark.parametrize(

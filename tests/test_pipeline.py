@@ -21,7 +21,6 @@ from streamrl.messages import Columns, GroupLease, parse_uid
 from streamrl.pipeline import count_sampled_tokens, find_newest_version
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.run_state import SURPLUS_CAUSE
-from streamrl.telemetry.spans import compute_busy_s
 from tests.fake_stream import Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
 from tests.virtual_time import in_virtual_time
@@ -135,14 +134,6 @@ def step_s(plan: Plan) -> float:
     """Return the mean duration of the last two steps."""
     step_ends = run_virtual(run_stream(plan)).step_ends
     return (step_ends[-1] - step_ends[-3]) / 2
-
-
-def test_without_filter_scorers_work_in_parallel():
-    plan = replace(FILTERED, filter_rate=0.0, score_s=(2.0, 2.0), scorers=4, steps=1)
-    stream = run_virtual(run_stream(plan))
-    reward_start = min(span.start_s for span in spans(stream, "reward-0", "reward"))
-    reference_start = min(span.start_s for span in spans(stream, "reference-0", "reference"))
-    assert reference_start < reward_start + 2.0
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -266,18 +257,10 @@ def test_shared_pool_runs_one_stage_at_a_time():
         for span in spans(stream, process)
         if span.name in ("generate", "reward", "reference", "train")
     ]
-    end = max(span.end_s for span in work)
-    by_stage = {
-        name: compute_busy_s([s for s in work if s.name == name], start=0.0, end=end)
-        for name in {span.name for span in work}
-    }
-    # Generators share a stage, so only stages are exclusive.
-    generators = [
-        compute_busy_s(spans(stream, f"generator-{i}", "generate"), start=0.0, end=end)
-        for i in range(2)
-    ]
-    summed_busy_s = sum(v for name, v in by_stage.items() if name != "generate") + sum(generators)
-    assert compute_busy_s(work, start=0.0, end=end) == pytest.approx(summed_busy_s)
+    assert all(
+        a.process == b.process or a.end_s <= b.start_s or b.end_s <= a.start_s
+        for a, b in itertools.combinations(work, 2)
+    )
 
 
 @pytest.mark.parametrize("on_stall", ["abort", "redeliver"])

@@ -1,7 +1,7 @@
 """Commits to a shard: accepted once, refused without an active lease; saved partial rollouts."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,8 @@ import pytest
 from streamrl.buffer import QueueShard
 from streamrl.buffer.encoding import count_blob_bytes, decode_columns, encode_columns
 from streamrl.buffer.group import ShardState
-from streamrl.buffer.journal import JournalRecord
 from streamrl.buffer.shard import LeaseRequest
-from streamrl.errors import ContractError, DeadlineError, JournalError
+from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import (
     Columns,
     FilteredGroup,
@@ -197,22 +196,6 @@ async def test_extra_columns_are_kept(shard: QueueShard):
     await put(shard, (scoring.lease, extra_columns))
     (blobs,) = await shard.read_columns(["a"], ["reward/exact"])
     assert len(blobs) == 1
-
-
-@in_virtual_time
-async def test_journal_error_is_raised_by_the_commit():
-    class FullDisk(MemoryLog):
-        async def append(self, records: Sequence[JournalRecord], *, sync: bool = True) -> None:
-            if any(record.meta["kind"] == "put" for record in records):
-                raise JournalError("no space left")
-            await super().append(records, sync=sync)
-
-    shard = make_shard(log=FullDisk())
-    await admit(shard, "a")
-    (group,) = await take(shard, "generate")
-    with pytest.raises(JournalError, match="no space left"):
-        await put(shard, (group.lease, rollouts()))
-    assert not await take(shard, "reward")
 
 
 @on_shard()

@@ -15,7 +15,7 @@ from streamrl.buffer import (
     ShardPlan,
     StageSchema,
 )
-from streamrl.buffer.durable_shard import SnapshotBase, open_shard
+from streamrl.buffer.durable_shard import open_shard
 from streamrl.buffer.encoding import Blob, decode_columns, join_pieces
 from streamrl.buffer.journal import delete_segments_from, get_segment_path, list_segments
 from streamrl.errors import JournalError, StreamError
@@ -62,25 +62,6 @@ async def checkpoint(shard: DurableShard, run_dir: Path, version: int) -> None:
     state = CheckpointState(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
     writer.commit(state, keep=2)
     await shard.discard_before(cut)
-
-
-async def test_accepted_columns_survive_a_kill(tmp_path: Path):
-    shard = restart(plan(tmp_path))
-    await admit(shard, "a", "b", version=3)
-    (group,) = await take(shard, "generate", max_groups=1)
-    assert await put(shard, (group.lease, rollouts(version=3))) == []
-
-    shard = restart(plan(tmp_path, session="resumed"))
-    assert not shard.corrupt_records
-    assert (await shard.get_stats()).uids == ("a", "b")
-    (sampling,) = await take(shard, "generate")
-    assert (sampling.uid, sampling.admitted_version) == ("b", 3)
-    assert sampling.prompt is not None and sampling.prompt.token_ids.tolist() == [1, 2]
-    (scoring,) = await take(shard, "reward", ("policy_version",))
-    expected = rollouts(version=3)["policy_version"].tolist()
-    assert scoring.columns["policy_version"].tolist() == expected
-    await finish(shard)
-    await shard.close()
 
 
 async def test_store_is_used_before_and_after_a_restart(tmp_path: Path):
@@ -138,25 +119,6 @@ async def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path):
 
     shard = restart(plan(tmp_path))
     assert (await shard.get_stats()).uids == ("a", "b")
-    await shard.close()
-
-
-async def test_records_during_a_snapshot_lie_after_its_cut(tmp_path: Path):
-    shard = restart(plan(tmp_path))
-    await admit(shard, "a")
-    await do(shard, "generate")
-    cut = await shard.rotate_journal()
-    making = asyncio.create_task(shard.write_snapshot(cut, tmp_path / "out"))
-    await admit(shard, "b")
-    await do(shard, "reward", "reference")
-    await shard.remove_groups(["a"], 1)
-    await making
-    await shard.close()
-
-    files = ShardFiles(tmp_path / "nothing", lambda: SnapshotBase(tmp_path / "out", 99))
-    shard = open_durable(ShardPlan(STAGES, QueueConfig(), ShardCapacity(100), "run", files))
-    assert (await shard.get_stats()).uids == ("a",)
-    assert len(await take(shard, "reward")) == 1
     await shard.close()
 
 

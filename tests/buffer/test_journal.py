@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -97,17 +96,6 @@ async def eventually(condition: Callable[[], bool]) -> None:
 # Commits
 
 
-async def test_group_commit_shares_fsyncs(tmp_path: Path, fsyncs: list[str]):
-    journal = open_journal(tmp_path)
-    positions = await asyncio.gather(*(journal.append([note(i)]) for i in range(200)))
-    assert fsyncs.count("00000001.journal") <= 3
-    expected = list(range(200))
-    assert [read_record(tmp_path, position).meta["i"] for [position] in positions] == expected
-    assert journal.drain_fsync_s() > 0
-    assert journal.drain_fsync_s() == 0
-    await journal.close()
-
-
 class SlowDisk:
     """Fake fsync that blocks until released, and may then fail."""
 
@@ -139,6 +127,7 @@ async def test_appends_during_an_fsync_join_the_next_commit_without_blocking_the
     disk.go.set()
     await asyncio.gather(*waiting)
     assert disk.calls == 2
+    assert journal.drain_fsync_s() > 0 == journal.drain_fsync_s()
     await journal.close()
     assert read_numbers(tmp_path) == list(range(20))
 
@@ -172,6 +161,9 @@ async def test_append_returns_after_fsync_of_file_and_folder(tmp_path: Path, fsy
     await journal.close()
 
 
+# Disk failures
+
+
 async def test_appends_and_waiters_keep_their_order(tmp_path: Path):
     journal, woken = open_journal(tmp_path), []
 
@@ -190,9 +182,6 @@ async def test_appends_and_waiters_keep_their_order(tmp_path: Path):
         expected = list(range(start, start + 40))
         assert [i for i in numbers_read if start <= i < start + 40] == expected
     assert woken == [i for i in numbers_read if i % 4 == 2]
-
-
-# Disk failures
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,15 +312,11 @@ async def test_without_fsync_nothing_is_synced(tmp_path: Path, fsyncs: list[str]
     "payload",
     [
         b"",
-        b"some bytes",
-        bytearray(b"more bytes"),
         memoryview(b"0123456789")[2:5],
-        np.arange(1000, dtype=np.uint8).data,
         np.arange(1000, dtype=np.int64).data,
-        os.urandom(5_000_000),
         (b"a head", np.arange(1000, dtype=np.int32).data, b"", bytearray(b"a tail")),
     ],
-    ids=["empty", "bytes", "bytearray", "slice", "array", "wide", "large", "pieces"],
+    ids=["empty", "slice", "wide", "pieces"],
 )
 async def test_record_round_trips(tmp_path: Path, payload: Blob):
     journal = open_journal(tmp_path)
@@ -408,19 +393,8 @@ async def test_replay_skips_a_last_record_with_unwritten_sectors(tmp_path: Path)
         assert read_numbers(tmp_path) == [0], size
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1])
-async def test_garbage_at_the_end_is_corrupt_and_not_torn(tmp_path: Path, num_bytes: int):
-    positions = await write_journal(tmp_path, range(2))
-    path = get_segment_path(tmp_path, 1)
-    content = path.read_bytes()
-    start = positions[num_bytes].offset
-    path.write_bytes(content[:start] + b"\x01" + os.urandom(len(content) - start - 1))
-    (corrupt,) = [item for item in replay_segments(tmp_path) if isinstance(item, CorruptRecord)]
-    assert (corrupt.position.offset, corrupt.position.size) == (start, len(content) - start)
-
-
-@pytest.mark.parametrize("bad", [0, 1, 2])
-async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: int):
+@pytest.mark.parametrize("bad", [0, 2, 3])
+async def test_flipped_byte_corrupts_only_its_record_which_is_not_torn(tmp_path: Path, bad: int):
     positions = await write_journal(tmp_path, range(4))
     path = get_segment_path(tmp_path, 1)
     content = path.read_bytes()
@@ -434,15 +408,6 @@ async def test_flipped_byte_corrupts_only_its_own_record(tmp_path: Path, bad: in
         message = rf"{path}, byte {positions[bad].offset}: .*checksum"
         with pytest.raises(JournalError, match=message):
             read_record(tmp_path, positions[bad])
-
-
-async def test_flipped_byte_in_the_last_record_is_corrupt_and_not_torn(tmp_path: Path):
-    position = (await write_journal(tmp_path, range(4)))[-1]
-    path = get_segment_path(tmp_path, 1)
-    content = path.read_bytes()
-    for offset in range(position.offset, position.offset + position.size):
-        path.write_bytes(flip(content, offset))
-        assert read_numbers(tmp_path) == [0, 1, 2, None], offset - position.offset
 
 
 async def test_replay_finds_the_next_record_at_any_distance(
@@ -547,17 +512,6 @@ async def test_segment_numbers_are_not_reused_after_discard(tmp_path: Path):
     await journal.close()
 
 
-async def test_replay_reads_the_requested_segments(tmp_path: Path):
-    await write_journal(tmp_path, range(2), range(2, 4), range(4, 6))
-    assert read_numbers(tmp_path, first=2) == [2, 3, 4, 5]
-    assert read_numbers(tmp_path, before=3) == [0, 1, 2, 3]
-    assert read_numbers(tmp_path, first=2, before=3) == [2, 3]
-    assert read_numbers(tmp_path, first=2, before=2) == []
-    assert read_numbers(tmp_path, before=9) == list(range(6))
-    assert read_numbers(tmp_path, first=9) == []
-    assert read_numbers(tmp_path / "missing") == []
-
-
 async def test_missing_segment_raises_with_its_number(tmp_path: Path):
     await write_journal(tmp_path, *(range(i, i + 1) for i in range(5)))
     for number in (2, 4):
@@ -581,11 +535,3 @@ async def test_successor_starts_a_new_segment_after_a_torn_end(tmp_path: Path, f
     await journal.close()
     assert path.read_bytes() == torn
     assert read_numbers(tmp_path) == [0, 1, 3, 4]
-
-
-async def test_segment_format_is_readable_without_streamrl(tmp_path: Path):
-    await write_journal(tmp_path, range(1))
-    content = get_segment_path(tmp_path, 1).read_bytes()
-    meta_bytes = int.from_bytes(content[8:12], "little")
-    assert json.loads(content[32 : 32 + meta_bytes]) == {"kind": "note", "i": 0}
-    assert content[32 + meta_bytes :] == b"payload"

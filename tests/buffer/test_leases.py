@@ -73,19 +73,6 @@ async def test_renewed_lease_is_kept_and_expired_lease_is_lost(shard: QueueShard
     assert await put(shard, (renewed, rollouts()), (expired, rollouts())) == ["b"]
 
 
-@in_virtual_time
-async def test_commit_before_expiry_is_accepted():
-    shard = make_shard(log=MemoryLog(write_s=5.0))
-    await admit(shard, "a", wait_s=10.0)
-    (group,) = await take(shard, "generate")
-    await asyncio.sleep(9.0)
-    writing = asyncio.create_task(put(shard, (group.lease, rollouts())))
-    # The lease expires at 10 s; the commit is durable at 14 s.
-    assert not await take(shard, "generate", wait_s=3.0)
-    assert await writing == []
-    assert (await shard.get_stats()).counts["redelivered"] == 0
-
-
 @on_shard()
 async def test_commit_after_expiry_is_refused_even_without_another_holder(shard: QueueShard):
     await admit(shard, "a")

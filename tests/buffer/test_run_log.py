@@ -77,11 +77,6 @@ def test_step_record_has_the_whole_schedule(trained_step: TrainedStep):
     assert TrainedStep.from_record(round_trip_record(trained_step.to_record())) == trained_step
 
 
-def test_step_record_has_plain_uids():
-    meta = make_step(3, "0:1:0", "0:2:0").to_record().meta
-    assert (meta["kind"], meta["version"], meta["uids"]) == ("step", 3, ["0:1:0", "0:2:0"])
-
-
 # Recovery
 
 MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoint"]
@@ -124,24 +119,10 @@ async def test_recovered_ledger_equals_the_live_ledger(schedule: list[tuple[str,
             )
     recovered = recover_run_log([round_trip_record(r) for r in log.records[cut:]], state)
     assert recovered.ledger.state_dict() == run_log.ledger.state_dict()
+    assert list(recovered.ledger.in_flight) == list(run_log.ledger.in_flight)
+    recovered.ledger.check_balance(list(run_log.ledger.in_flight))
     assert recovered.steps_to_replay == trained_steps
     assert recovered.drawn_uids == tuple(drawn), "readmitted prompts are not drawn from the data"
-
-
-@in_virtual_time
-async def test_replayed_step_is_not_logged_again():
-    log = MemoryLog()
-    run_log = RunLog(Ledger(), log)
-    await run_log.record_admissions(["0:0:0", "0:1:0"], 0)
-    await run_log.record_step(make_step(0, "0:0:0"))
-    recovered = recover_run_log(log.records, None)
-    resumed_log = RunLog(recovered.ledger, log.crash(), recovered.steps_to_replay)
-    before = len(log.records)
-    await resumed_log.record_step(recovered.steps_to_replay[0])
-    assert len(log.records) == before and resumed_log.ledger.counts.trained == 1
-    assert not resumed_log.steps_to_replay
-    await resumed_log.record_step(make_step(1, "0:1:0"))
-    assert resumed_log.ledger.counts.trained == 2
 
 
 @in_virtual_time
@@ -192,16 +173,6 @@ def mentions_prompt(entry: Any, prompt: str) -> bool:
     return any(uid.startswith(prompt) for uid in (*entry.get("uids", ()), entry.get("uid", "")))
 
 
-def test_log_is_read_from_a_cut(tmp_path: Path):
-    live = asyncio.run(write_run_log(tmp_path))
-    state = Ledger()
-    for uid in ("0:0:0", "0:1:0", "0:2:0"):
-        state.mark_admitted(uid, 0)
-    recovered = recover_run_log(read_log(tmp_path, first=2), state.state_dict())
-    assert recovered.ledger.state_dict() == live.ledger.state_dict()
-    assert recovered.drawn_uids == ()
-
-
 @pytest.mark.parametrize("change", ["", "trained", "version", "uid", "fork"])
 def test_a_checkpoint_must_match_the_log_before_its_cut(tmp_path: Path, change: str):
     live = asyncio.run(write_run_log(tmp_path))
@@ -241,67 +212,19 @@ def test_ledger_counts_every_prompt_in_one_state():
     ledger.mark_trained("a")
     ledger.mark_filtered("b")
     ledger.mark_dropped("c", "deadline")
+    assert ledger.num_credits_spent == 2, "a trained group's credit is not refunded"
     counts = ledger.check_balance(["d"])
     assert str(counts) == "admitted 4 = trained 1 + filtered 1 + dropped 1 + in flight 1"
     assert counts.drops == (("deadline", 1),)
-
-
-def test_training_a_group_twice_raises():
-    ledger = make_ledger("a")
-    ledger.mark_trained("a")
-    with pytest.raises(LedgerError, match="prompt a is trained, but it is not in flight"):
-        ledger.mark_trained("a")
-
-
-def test_admitting_a_prompt_twice_raises():
-    ledger = make_ledger("a")
     with pytest.raises(LedgerError, match="in flight already"):
-        ledger.mark_admitted("a", 1)
+        ledger.mark_admitted("d", 1)
 
 
-def test_group_lost_by_the_queue_is_named():
-    with pytest.raises(LedgerError, match=r"lost from the queue: \['b'\]"):
-        make_ledger("a", "b").check_balance(["a"])
-
-
-def test_group_left_in_the_queue_is_named():
-    ledger = make_ledger("a")
+def test_the_queue_holds_the_groups_in_flight():
+    ledger = make_ledger(*"abc")
     ledger.mark_trained("a")
+    ledger.check_balance(["b"], inserted=["b"])  # c is yet to be inserted
+    with pytest.raises(LedgerError, match=r"lost from the queue: \['c'\]"):
+        ledger.check_balance(["b"])
     with pytest.raises(LedgerError, match=r"ended but in it: \['a'\]"):
-        ledger.check_balance(["a"])
-
-
-def test_pending_insert_is_not_missing():
-    make_ledger("a", "b").check_balance(["a"], inserted=["a"])
-
-
-def test_ended_groups_refund_their_credit_unless_trained():
-    ledger = make_ledger(*"abcd")
-    ledger.mark_trained("a")
-    ledger.mark_filtered("b")
-    ledger.mark_dropped("c", "stale")
-    assert ledger.num_credits_spent == 2
-
-
-@given(
-    st.lists(st.sampled_from(["admit", "train", "filter", "drop"]), max_size=60),
-    st.randoms(),
-)
-def test_any_history_balances_and_round_trips(moves: list[str], random: object):
-    ledger, serial = Ledger(), 0
-    for move in moves:
-        if move == "admit":
-            ledger.mark_admitted(f"p{serial}", serial // 3)
-            serial += 1
-        elif ledger.in_flight:
-            uid = random.choice(sorted(ledger.in_flight))  # type: ignore[attr-defined]
-            {
-                "train": ledger.mark_trained,
-                "filter": ledger.mark_filtered,
-                "drop": lambda u: ledger.mark_dropped(u, "x"),
-            }[move](uid)
-    counts = ledger.check_balance(list(ledger.in_flight))
-    restored = Ledger.from_state(json.loads(json.dumps(ledger.state_dict())))
-    assert restored.counts == counts
-    assert list(restored.in_flight.items()) == list(ledger.in_flight.items())
-    assert restored.state_dict() == ledger.state_dict()
+        ledger.check_balance([*"abc"])

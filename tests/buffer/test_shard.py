@@ -8,13 +8,11 @@ import weakref
 import pytest
 
 from streamrl.buffer import DurableShard, QueueShard
-from streamrl.buffer.encoding import encode_columns
 from streamrl.errors import DeadlineError, RewardError, StreamError
 from streamrl.messages import GroupOutcome
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,
-    WORK,
     admit,
     do,
     finish,
@@ -191,18 +189,6 @@ async def test_stats_cover_the_time_since_the_last_step(shard: QueueShard):
     assert (repeated.counts, repeated.depth) == (figures.counts, figures.depth)
     assert repeated.uids == ("a", "c")
     assert (await shard.end_step([], 2)).counts == dict.fromkeys(figures.counts, 0)
-
-
-@on_shard()
-async def test_stats_have_column_bytes_and_oldest_age(shard: QueueShard):
-    await admit(shard, "a")
-    await asyncio.sleep(2.0)
-    await admit(shard, "b")
-    await do(shard, "generate", "reward", max_groups=1)
-    stats = await shard.get_stats()
-    assert stats.num_bytes == sum(len(encode_columns(WORK[s])) for s in ("generate", "reward"))
-    assert stats.oldest_age_s == pytest.approx(2.0)
-    assert stats.uids == ("a", "b")
 
 
 @on_shard()

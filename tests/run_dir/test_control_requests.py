@@ -88,15 +88,6 @@ def test_an_invalid_request_is_answered_as_invalid(tmp_path: Path, text: str):
     assert not answer["is_done"] and "invalid request" in answer["lines"][0]
 
 
-def test_a_resumed_run_starts_with_an_empty_inbox(tmp_path: Path):
-    folder = tmp_path / REQUESTS_FOLDER
-    folder.mkdir()
-    for name in ("1.answer.json", ".2.request.json.partial", "3.taken.json"):
-        (folder / name).write_text("{}")
-    open_inbox(tmp_path)
-    assert list(tmp_path.iterdir()) == [folder] and list(folder.iterdir()) == []
-
-
 def test_a_disk_error_while_answering_names_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,7 +120,8 @@ def test_a_request_to_a_dead_run_does_not_reach_the_resumed_run(tmp_path: Path):
     (tmp_path / REQUESTS_FOLDER / "1.request.json").write_text('{"counts": {"generator": 9}}')
     (tmp_path / REQUESTS_FOLDER / "0.request.json").write_text('{"counts": {"generator": 8}}')
     assert len(dead.take_requests()) == 2
-    (tmp_path / REQUESTS_FOLDER / "2.request.json").write_text('{"counts": {"generator": 7}}')
+    for name in ("2.request.json", "3.answer.json", ".4.request.json.partial"):
+        (tmp_path / REQUESTS_FOLDER / name).write_text('{"counts": {"generator": 7}}')
     assert open_inbox(tmp_path).take_requests() == []
     assert list((tmp_path / REQUESTS_FOLDER).iterdir()) == []
 

@@ -158,13 +158,6 @@ async def test_readmitted_prompt_is_inserted_at_its_logged_version():
     assert fake_queue.inserted[6:] == [("0:1:1", 0), ("0:2:1", 1)]
 
 
-def test_end_and_readmission_are_logged_together():
-    log = MemoryLog()
-    run_with_outcomes({"0:1:0": FAILED}, should_readmit_failed=True, log=log)
-    entries = [(record.meta["kind"], record.meta.get("uids")) for record in log.records]
-    assert entries == [("admit", uids(6)), ("end", None), ("admit", ["0:1:1"])]
-
-
 @in_virtual_time
 async def test_readmitted_prompt_needs_no_credit():
     run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
@@ -326,6 +319,9 @@ async def test_surplus_prompts_are_readmitted_first():
     assert [uid for uid, _ in fake_queue.inserted[32:]] == [*readmitted, "0:24:0", "0:25:0"]
 
 
+# Drop limit
+
+
 @in_virtual_time
 async def test_late_group_is_an_error_without_oversampling():
     run_state, _ = await make_oversampling_run_state(1.0)
@@ -337,12 +333,6 @@ async def test_late_group_is_an_error_without_oversampling():
     run_state.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
     with pytest.raises(StaleGroupError):
         run_state.assembler.draw_groups(2)
-
-
-# Filter limit
-
-
-# Drop limit
 
 
 @in_virtual_time
@@ -361,6 +351,3 @@ async def test_resumed_groups_do_not_count_as_dropped():
     with pytest.raises(DropLimitError, match="step 0 has dropped 1 groups"):
         run_state.check_step_limits({"0:3:0": FAILED})
     assert run_state.drop_counts == {"reward_error": 1}
-
-
-# Settings

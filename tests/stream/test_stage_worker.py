@@ -176,18 +176,6 @@ def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
 
 
 @in_virtual_time
-async def test_wait_for_slots_waits_until_a_slot_is_free():
-    in_flight = InFlightWork(ConcurrencyLimit(3))
-    assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (3, True)
-    in_flight.add_task(
-        [experience("a"), experience("b")], asyncio.ensure_future(asyncio.sleep(5.0))
-    )
-    assert (await in_flight.wait_for_slots(), in_flight.is_empty) == (1, False)
-    in_flight.add_task([experience("c")], asyncio.ensure_future(asyncio.sleep(3.0)))
-    assert (await in_flight.wait_for_slots(), asyncio.get_running_loop().time()) == (1, 3.0)
-
-
-@in_virtual_time
 async def test_group_starts_while_any_slot_is_free_and_releases_slots_one_by_one():
     in_flight = InFlightWork(ConcurrencyLimit(6, slots_per_group=4))
     assert await in_flight.wait_for_slots() == 2

@@ -39,14 +39,6 @@ def list_trained_uids(stream: Stream) -> list[list[str]]:
     return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
 
 
-def test_step_is_checked_against_the_queue():
-    stream = run_virtual(run_stream(Plan(steps=3)))
-    for outcome in stream.outcomes:
-        assert outcome.ledger_counts.trained == 4 * (outcome.version + 1)
-        assert not set(outcome.queue_stats.uids) & {group.uid for group in outcome.groups}
-        assert outcome.results_by_role[POLICY].metric_sums["rollouts"] == 8
-
-
 @pytest.mark.parametrize(
     ("train_s", "has_grace", "is_step_finished"),
     [(0.3, True, True), (3.0, True, False), (0.3, False, False)],
@@ -293,7 +285,7 @@ def test_filter_limit_is_raised_even_if_the_run_is_stopped():
         stream.control.request_stop()
         await asyncio.Event().wait()
 
-    with pytest.raises(FilterLimitError, match="step 1 has filtered"):
+    with pytest.raises(FilterLimitError, match=r"step 1 has filtered .*rewards are equal"):
         run_virtual(run_stream(plan, disturb=stop))
 
 
