@@ -19,7 +19,7 @@ class GymnasiumGame:
 
     id: name in Gymnasium's registry. actions: names with their values. make: keyword arguments of
     gymnasium.make. With `render_mode: ansi` an observation is the text of the game, with its
-    coloured parts in square brackets; otherwise JSON.
+    coloured parts in square brackets; otherwise JSON with numbers of 4 decimals.
     """
 
     def __init__(
@@ -49,4 +49,4 @@ class GymnasiumGame:
     def _format(self, observation: Any) -> str:
         if self._game.render_mode == "ansi":
             return COLOURED.sub(r"[\1]", self._game.render()).strip("\n")
-        return json.dumps(np.asarray(observation).tolist())
+        return json.dumps(observation, default=lambda part: np.round(part.tolist(), 4).tolist())

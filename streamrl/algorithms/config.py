@@ -22,7 +22,12 @@ from streamrl.files.typed_settings import (
 )
 
 _SPEC_SETTINGS = (
-    *("clip_low", "clip_high", "dual_clip", "advantage_scale", "single_rollout", "gamma"),
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "advantage_scale",
+    "single_rollout",
+    "gamma",
 )
 """Settings that only an algorithm's functions read; an algorithm may ignore them."""
 

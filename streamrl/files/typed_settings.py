@@ -219,9 +219,11 @@ def check_conflicts(settings: Any, conflicts: Iterable[Conflict], section: str =
 
 
 def get_setting(settings: Any, key: str) -> Any:
-    """Return the value of a dotted key."""
-    for name in key.split("."):
-        settings = settings[name] if isinstance(settings, dict) else vars(settings)[name]
+    """Return the value of a dotted key; a name in a dict may have dots."""
+    for index, name in enumerate(names := key.split(".")):
+        if isinstance(settings, dict):
+            return settings[".".join(names[index:])]
+        settings = vars(settings)[name]
     return settings
 
 

@@ -108,7 +108,7 @@ def test_advantages_are_derived_from_few_columns(settings, columns):
             "algorithm.kl_kind=k3+: '+' changes only the gradient, which kl_in=reward does not use."
             " Set algorithm.kl_kind=k3.",
         ),
-        ({"params": {"tau": 1.0}}, "algorithm.params.tau=1.0: unknown; params of grpo: none"),
+        ({"params": {"a.tau": 1.0}}, "algorithm.params.a.tau=1.0: unknown; params of grpo: none"),
         (
             {"name": "sapo", "params": {"tau": 1.0}},
             "algorithm.params.tau=1.0: unknown; params of sapo: temperature_positive,"

@@ -43,6 +43,10 @@ def test_plan_counts_placements(run: Callable[..., list[str]]):
     assert simulating == "simulating: 2 of 2 placements"
 
 
+def test_simulate_counts_steps(run: Callable[..., list[str]]):
+    assert run("simulate", *PROBLEM, "--steps", "6")[-1] == "simulating: 6 of 6 steps"
+
+
 def test_score_counts_completions(tmp_path: Path, run: Callable[..., list[str]]):
     rows, completions = tmp_path / "rows.jsonl", tmp_path / "completions.jsonl"
     rows.write_text('{"prompt": "2+3=", "ground_truth": "5"}\n' * 2)

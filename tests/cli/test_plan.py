@@ -1,4 +1,4 @@
-"""`streamrl plan` and `streamrl simulate`: console output, written filess."""
+"""`streamrl plan` and `streamrl simulate`: console output, written files."""
 
 import json
 from collections.abc import Callable
@@ -292,21 +292,21 @@ def test_bad_options_of_a_command_are_refused(refuse, command, words, message):
 
 
 @pytest.mark.parametrize(
-    ("option", "content", "message"),
+    ("content", "message"),
     [
-        ("--lengths", "[1e400, 3]", "Expected `int`, got `float` - at `$[0]`"),
-        ("--lengths", "1.0 2 x", "could not convert string to float: 'x'"),
-        ("--lengths", "[0]", "Expected `int` >= 1"),
-        ("--lengths", "[]", "Expected `array` of length >= 1"),
-        ("--lengths", "[1,", "Expecting value"),
-        ("--lengths", "[" + "9" * 400 + "]", "Expected `int` <= 1000000000"),
-        ("--lengths", "3 3000", "3000 tokens: must be at most generator.max_new_tokens=2048"),
+        ("[1e400, 3]", "Expected `int`, got `float` - at `$[0]`"),
+        ("1.0 2 x", "could not convert string to float: 'x'"),
+        ("[0]", "Expected `int` >= 1"),
+        ("[]", "Expected `array` of length >= 1"),
+        ("[1,", "Expecting value"),
+        ("[" + "9" * 400 + "]", "Expected `int` <= 1000000000"),
+        ("3 3000", "3000 tokens: must be at most generator.max_new_tokens=2048"),
     ],
 )
-def test_a_malformed_file_is_a_one_line_error(refuse, tmp_path, option, content, message):
+def test_a_malformed_lengths_file_is_a_one_line_error(refuse, tmp_path, content, message):
     path = tmp_path / "file.json"
     path.write_text(content)
-    error = refuse("simulate", *SMALL[:-2], option, path)
+    error = refuse("simulate", *SMALL[:-2], "--lengths", path)
     assert str(path) in error and message in error
 
 

@@ -1,6 +1,6 @@
 """Docstrings as the site shows them."""
 
-from docs.docstrings import rewrite_docstring
+from docs.docstrings import SHORTER, rewrite_docstring, rewrite_signature
 
 
 def function(size, first, last, data): ...
@@ -11,6 +11,12 @@ def rewrite(docstring: str) -> list[str]:
     lines = docstring.splitlines()
     rewrite_docstring(None, "function", "function", function, None, lines)
     return lines
+
+
+def test_long_names_in_signatures_are_short():
+    array, columns, _ = SHORTER
+    event = None, "function", "function", function, None, f"({array}, <factory>)", columns
+    assert rewrite_signature(*event) == ("(Array, ...)", "Columns")
 
 
 def test_lines_and_sentences_that_name_a_parameter_become_a_field_list():

@@ -301,8 +301,8 @@ class EpisodeDriver:
     """Runs episodes against an engine and the hosts of environments.
 
     Use it only on the engine's event loop. pools: hosts of each environment by name, which `close`
-    ends. max_turn_tokens: most tokens of a turn. attempts: attempts at an episode whose environment
-    fails. meter: counts of the episodes of groups without a meter of their own.
+    ends. max_turn_tokens: most tokens of a turn. meter: counts of the episodes of groups without
+    a meter of their own.
     """
 
     def __init__(  # noqa: PLR0913
@@ -315,7 +315,6 @@ class EpisodeDriver:
         config: EnvironmentConfig,
         max_turn_tokens: int,
         slots: DecodeSlots,
-        attempts: int,
     ) -> None:
         self._sampler = sampler
         self._pools = pools
@@ -324,7 +323,6 @@ class EpisodeDriver:
         self._config = config
         self._max_turn_tokens = max_turn_tokens
         self._slots = slots
-        self._attempts = attempts
         self._stop_token_ids = tuple(sorted(renderer.end_token_ids))
         self._num_groups = 0
         self._is_closed = False
@@ -408,7 +406,7 @@ class EpisodeDriver:
 
     async def _run_with_retries(self, request: EpisodeRequest) -> Episode:
         gate = get_gate(f"environment {request.prompt.environment}")
-        for attempt in range(1, self._attempts + 1):
+        for attempt in range(1, self._config.attempts + 1):
             seeded = replace(request, seed=derive_attempt_seed(request.seed, attempt))
             try:
                 run = partial(self._run_episode, seeded, gate)
@@ -418,7 +416,7 @@ class EpisodeDriver:
                     # Not a failure of this episode: another generator can run it.
                     raise GenerationError(f"the driver of episodes was closed: {error}") from error
                 request.meter.count_infra_error()
-                if attempt == self._attempts:
+                if attempt == self._config.attempts:
                     raise
             await wait_before_retry(attempt)
         raise AssertionError("attempts is at least 1")

@@ -84,5 +84,4 @@ async def start_episode_driver(
         config=config,
         max_turn_tokens=max_turn_tokens,
         slots=DecodeSlots(num_slots),
-        attempts=config.attempts,
     )

@@ -322,9 +322,9 @@ class EnvironmentHost:
         await self._sources.check()
         deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
         if self._is_openenv:
-            environment: Any = self._class.class_object
+            openenv: Any = self._class.class_object
             async with asyncio.timeout_at(deadline):
-                self._adopt_tools(await environment.list_tools(**self._class.options))
+                self._adopt_tools(await openenv.list_tools(**self._class.options))
         tools = await self._sources.list_tools(deadline)
         return replace(self._class.description, tools=tools)
 

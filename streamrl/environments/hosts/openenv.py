@@ -1,4 +1,4 @@
-"""Adapter of OpenEnv: a client of its WebSocket protocol (message types of OpenEnv 0.10).
+"""OpenEnv: a client of its WebSocket protocol (message types of OpenEnv 0.10).
 
     {"type": "reset", "data": {"seed": 1, ...}}  -->
         <--  {"type": "observation", "data": {"observation": {...}, "reward": 0, "done": false}}
@@ -58,7 +58,9 @@ class OpenEnvEnvironment:
     observation: {field: NAME}: the policy reads the field NAME of an observation. By default it
         reads the only field, if it has text, otherwise all fields as JSON; `metadata` is not for
         the policy.
+    instructions: text before the first observation.
     reset: further data of the reset message, such as a task.
+    seed: seed of the game; by default that of the group.
     wait_s: longest wait for a server at capacity, s. Below environment.turn_timeout_s.
 
     An action that the server finds invalid is answered by its reasons. Any other error of the

@@ -118,6 +118,7 @@ def get_parameters(tool: ToolSchema) -> Mapping[str, Any]:
 def format_tool(tool: ToolSchema) -> str:
     """Return a tool as `search(query: string, limit: integer): Search the web.`"""
     function, properties = tool["function"], get_parameters(tool).get("properties", {})
-    kinds = {n: s.get("type", "any") for n, s in properties.items() if isinstance(s, Mapping)}
+    kinds = {n: s.get("type") for n, s in properties.items() if isinstance(s, Mapping)}
+    kinds = {n: kind for n, kind in kinds.items() if isinstance(kind, str)}
     written = (f"{name}: {kinds.get(name, 'any')}" for name in properties)
     return f"{function['name']}({', '.join(written)}): {function.get('description', '')}".rstrip()

@@ -121,7 +121,6 @@ class EpisodeRunner:
             config=config,
             max_turn_tokens=rng.randint(2, 60),
             slots=self.slots,
-            attempts=1,
         )
         messages = [{"role": "user", "content": f"Question {seed}"}]
         prompt = Prompt(f"0:{seed}:0", self.renderer.render_prompt(messages), messages)

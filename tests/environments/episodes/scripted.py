@@ -163,15 +163,16 @@ def make_driver(sampler, hosts, *, slots=64, attempts=3, max_turn_tokens=16, **l
     if isinstance(hosts, list):
         steps, hosts = hosts, ScriptedHosts(lambda: ScriptedSession(steps))
     values = {"max_tokens": 256, "episode_timeout_s": 100.0, **limits}
+    config: Any = EnvironmentConfig("mine.py", **values)
+    config.attempts = attempts
     return EpisodeDriver(
         sampler,
         {"": hosts},
         cast(Any, CodePointRenderer()),
         cast(Any, TextFormat()),
-        config=EnvironmentConfig("mine.py", **values),
+        config=config,
         max_turn_tokens=max_turn_tokens,
         slots=DecodeSlots(slots),
-        attempts=attempts,
     )
 
 

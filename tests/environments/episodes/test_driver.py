@@ -301,14 +301,15 @@ async def test_a_group_is_trained_only_whole():
 async def test_an_error_of_the_engine_is_no_fault_of_the_environment(monkeypatch):
     sampler = ScriptedSampler()
 
-    async def generate(*arguments, **options):
+    async def generate(*arguments, seeds, **options):
+        await asyncio.sleep(1.0 if seeds == [0] else 1000.0)
         raise GenerationError("the engine died")
 
     monkeypatch.setattr(sampler, "generate", generate)
     hosts = ScriptedHosts(lambda: ScriptedSession([DONE]))
     with pytest.raises(GenerationError):
-        await run_group(make_driver(sampler, hosts))
-    assert [session.is_closed for session in hosts.sessions] == [True]
+        await run_group(make_driver(sampler, hosts), seeds=range(3))
+    assert [s.is_closed for s in hosts.sessions] == [True] * 3, "two were cancelled meanwhile"
 
 
 @in_virtual_time

@@ -100,6 +100,7 @@ def renderer(bpe_tokenizer):
 def run_episode(renderer, tmp_path, monkeypatch):
     """Run an episode of the given turns in an environment of this source; return its columns."""
     monkeypatch.setattr(EnvironmentConfig, "max_reply_chars", 100_000)
+    monkeypatch.setattr(EnvironmentConfig, "attempts", 1)
 
     async def run(source, *turns, **settings):
         path = tmp_path / "mine.py"
@@ -113,7 +114,6 @@ def run_episode(renderer, tmp_path, monkeypatch):
             config=config,
             max_turn_tokens=64,
             slots=DecodeSlots(1),
-            attempts=1,
         )
         messages = [{"role": "user", "content": "Go."}]
         prompt = Prompt("0:0:0", renderer.render_prompt(messages), messages)

@@ -240,6 +240,18 @@ async def check_closed(pool):
             await pool.open_session(make_prompt(), seed=0).reset()
 
 
+async def test_blocking_calls_of_async_methods_do_not_block_the_host(pool, tmp_path):
+    event = tmp_path / "event"
+    async with contextlib.AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(open_session(pool)) for _ in range(40)]
+        other, _ = opened.pop()
+        # More calls of asyncio.to_thread than its executor has threads.
+        blocked = [asyncio.create_task(step(session, f"wait_for {event}")) for session, _ in opened]
+        assert await other.score(summarize()) == 0.5
+        event.touch()
+        assert await asyncio.gather(*blocked) == [str(pid) for _, pid in opened]
+
+
 async def test_hundreds_of_sleeping_sessions_cost_no_thread_and_no_process(pool):
     async with contextlib.AsyncExitStack() as stack:
         opened = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""OpenEnv adapter against a server of the protocol in another process."""
+"""Client of OpenEnv against a server of the protocol in another process."""
 
 import asyncio
 import re

@@ -88,8 +88,9 @@ def test_a_tool_in_a_line_shows_its_types():
     assert format_tool(make_tool_schema(close_sections)) == (
         "close_sections(query: string, limit: integer): Search the library."
     )
-    odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": True}}}}
-    assert format_tool(odd) == "f(x: any):"
+    properties = {"x": True, "y": {"type": ["string", "null"]}}
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    assert format_tool(odd) == "f(x: any, y: any):"
 
 
 def no_annotation(x):  # type: ignore[no-untyped-def]
