@@ -187,7 +187,10 @@ def _plan(
     problem, constants = inputs.build_problem(config)
     output = arguments.output
     if output is not None and not problem.cluster.is_uniform:
-        raise ConfigError(f"-o {output}: a config cannot choose between unlike devices")
+        raise ConfigError(
+            f"-o {output}: a config cannot choose between unlike devices; without -o the devices"
+            " are printed, with --json for scripts"
+        )
     # The workload is split over generators, at most one per device.
     share = split_workload(problem.workload, problem.cluster.num_devices)
     simulation_s = sum(estimate_simulation_s(share, lead=bound) for bound in bounds)

@@ -357,9 +357,7 @@ def test_an_unwritable_output_file_is_refused_before_reading(
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder.yaml"]
 
 
-def test_a_plan_on_unlike_devices_cannot_be_written_as_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], refuse: Refuse
-):
+def test_a_plan_on_unlike_devices_cannot_be_written_as_config(tmp_path: Path, refuse: Refuse):
     words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
     words += ["--max-staleness", "0"]
     out = tmp_path / "plan.yaml"

@@ -177,7 +177,8 @@ class CostConstants:
         if not isinstance(values, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
         known = asdict(defaults or cls())
-        return read_settings(cls, known | dict(values), section=f"constants {path}")
+        given = {name: value for name, value in values.items() if name not in REMOVED_CONSTANTS}
+        return read_settings(cls, known | given, section=f"constants {path}")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -192,6 +193,15 @@ def get_bounds(name: str) -> tuple[float, float]:
         return 0.0, MAX_SECONDS
     return float(name in ("max_running", "score_tokens")), MAX_COUNT
 
+
+REMOVED_CONSTANTS = {
+    *("optimizer_memory_fraction", "host_fraction", "zero_exposed_fraction"),
+    *("expert_rows", "stage_micro_batches", "column_bytes"),
+    *("updates_on_host", "scores_from_host", "versions_on_device", "raw_gradient_bytes"),
+    *("head_gradient_bytes", "update_bytes", "gathered_params", "mlp_bytes", "checkpoint_bytes"),
+    *("logit_tokens", "keeps_served", "aliases_served", "keeps_kv"),
+}
+"""Constants in files of earlier versions: fixed numbers now, or settings of the run."""
 
 CPU_CONSTANTS = CostConstants(
     train_flops_fraction=0.3,

@@ -342,7 +342,7 @@ class CostModel:
             memory = train_memory(cost, offload_idle=offload_idle)
             return CallFootprint(call.kind, memory, f"{weights} trained")
         memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
-        if trainer is not None and not _has_served_copy(cost):
+        if trainer is not None and not _has_served_copy(cost, trainer):
             # The weights alias the trainer's memory where layouts coincide; the rest stays in runs,
             # and is filled with each version in other systems.
             transfer = self._traffic.estimate_transfer(shape, trainer, assignment)
@@ -385,9 +385,14 @@ def make_trainer_sizes(trainer: TrainerConfig, assignment: CallAssignment) -> di
     }
 
 
-def _has_served_copy(cost: CallCost) -> bool:
-    """Return whether weights that follow a trainer on the same devices are a copy, as on GPUs."""
-    return cost.run_memory is not None and cost.on_gpu
+def _has_served_copy(cost: CallCost, trainer: CallAssignment) -> bool:
+    """Return whether a run copies weights that follow a trainer on the same devices.
+
+    On GPUs always; on CPUs where `engines/memory/memory_model.py` counts no part as shared.
+    """
+    is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS and trainer.grid.dp_size > 1
+    is_split_finer = bool(trainer.grid.tp_size % cost.assignment.grid.tp_size)
+    return cost.run_memory is not None and (cost.on_gpu or is_sharded or is_split_finer)
 
 
 def _add_gathered_experts(
@@ -399,7 +404,7 @@ def _add_gathered_experts(
     """
     trainer, constants = cost.assignment, cost.constants
     is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
-    is_gathered = cost.shape.experts and is_sharded and _has_served_copy(cost)
+    is_gathered = cost.shape.experts and is_sharded and cost.run_memory is not None
     if not is_gathered or generator.mesh != trainer.mesh:
         return trained
     whole = constants.served_bytes * cost.shape.num_params

@@ -1,8 +1,9 @@
 """Cost of moving a version's weights from a trained model to its follower, by formula.
 
 The formulas are those of Table 2 of arXiv:2409.19256, extended to separate devices, to ZeRO-3 and
-to expert parallelism. They assume even splits; where a model splits evenly, the copy plan of a run
-(`streamrl.resharding`) moves as many bytes.
+to expert parallelism. They equal the bytes of a run's copy plan (`streamrl.resharding`) where a
+model splits evenly, meshes are equal or separate, and ZeRO is below 3 or tensors have one size;
+else they are estimates (0.8 to 3.4 times the bytes on shared devices).
 """
 
 from dataclasses import dataclass, replace

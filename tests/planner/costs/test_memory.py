@@ -11,7 +11,11 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import DEVICES, GB, Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.planner.costs.constants import OPTIMIZER_MEMORY_FRACTION, CostConstants
+from streamrl.planner.costs.constants import (
+    CPU_CONSTANTS,
+    OPTIMIZER_MEMORY_FRACTION,
+    CostConstants,
+)
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
@@ -67,6 +71,20 @@ def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache():
     expected = pytest.approx(copy + run.compute_kv_capacity_bytes(placement), rel=0.01)
     assert run.predict_memory(placement)["generate"].resident_bytes == expected
     assert other.predict_memory(placement)["generate"].resident_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("train", "zero_stage", "serve", "copied"),
+    [("1-1-2", 3, "1-1-2", 1), ("1-1-2", 0, "1-2-1", 1 / 2), ("1-1-2", 0, "1-1-2", 0)],
+)
+def test_cpu_runs_copy_served_weights_that_the_trainer_does_not_hold(
+    train: str, zero_stage: int, serve: str, copied: float
+):
+    problem = make_problem(cluster=Cluster.from_text("2xCPU"), kv_cache_bytes=1)
+    trainer, served = make_assignment(train, zero_stage=zero_stage), make_assignment(serve)
+    memory = CostModel(problem).predict_memory(Placement({"train": trainer, "generate": served}))
+    expected = copied * CPU_CONSTANTS.served_bytes * SHAPE.num_params
+    assert memory["generate"].resident_bytes == pytest.approx(expected, rel=1e-3, abs=1)
 
 
 def test_kv_cache_of_the_run_is_used_as_set():

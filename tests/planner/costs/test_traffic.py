@@ -6,10 +6,15 @@ from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.traffic import TransferCost, WeightTraffic
+from streamrl.resharding.grouping import GenerationSizes, assign_max_overlap
+from streamrl.resharding.layouts import create_layout
+from streamrl.resharding.plans import NodeTopology, plan_copies
+from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests.planner.notations import make_assignment
 
 SHAPE = MODEL_SHAPES["llama-13b"]
 MODEL_BYTES = 2 * SHAPE.num_params
+MATRIX = ModelSpec((TensorSpec("matrix", (64, 64), (0,), 0),), 1)
 FULL_SPEED = CostConstants(link_fraction=1.0, network_fraction=1.0)
 
 
@@ -41,6 +46,12 @@ def test_a_follower_on_the_same_devices_receives_what_it_lacks(
 ):
     received = transfer(train, follow, zero_stage=zero_stage).extra_bytes
     assert received == pytest.approx(fraction * MODEL_BYTES, abs=1e-3 * MODEL_BYTES)
+    if zero_stage == 1:
+        # The copy plan of a run moves as many bytes.
+        source = create_layout(MATRIX, make_assignment(train).grid.assign_ranks())
+        target = assign_max_overlap(source, GenerationSizes(*map(int, follow.split("-")), 1))
+        plan = plan_copies(source, create_layout(MATRIX, target), NodeTopology(8))
+        assert max(plan.count_received_bytes().values()) == fraction * MATRIX.num_bytes
 
 
 def test_links_bound_transfers_within_a_node_and_networks_those_between_nodes():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.buffer.micro_batch_schedule import UpdatePlan
+from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.dataflow import CRITIC, POLICY, Dataflow
 from streamrl.messages import (
     Array,
@@ -32,7 +32,7 @@ from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageContext
 from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult
-from streamrl.weights import WeightLoadStats
+from streamrl.weights import WeightLoadStats, WeightManifest
 from tests import fake_stream
 from tests.fake_stream import Stream, dataflow_of, run_stream
 from tests.fakes import Plan
@@ -257,7 +257,7 @@ class TimedScorer:
 
 
 class Rank(SimulatedTrainer):
-    """The simulator's trainer, which the real loops drive in the simulator, too."""
+    """Trainer for the real loops; its durations are computed apart from the simulator's."""
 
     def __init__(self, case: AgreementCase, role: str, completions: CompletionLengths) -> None:
         publish_s = case.weights("generate" if role == POLICY else "value").publish_s
@@ -272,3 +272,24 @@ class Rank(SimulatedTrainer):
 
     def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
         self.version = version
+
+    async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
+        await asyncio.sleep(self._timing.step_s)
+
+    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
+        tokens = [
+            sum(PROMPT_TOKENS + self._completions.get_lengths(uid)[i] for uid, i in picks)
+            for picks in work
+        ]
+        await asyncio.sleep(
+            max(self._timing.micro_batch_s + self._timing.token_s * n for n in tokens if n)
+        )
+        return {}
+
+    async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        await asyncio.sleep(self._timing.update_s)
+        return {}
+
+    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        await asyncio.sleep(self._publish_s)
+        return WeightManifest(version, (), ())
