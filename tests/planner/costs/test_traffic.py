@@ -49,7 +49,9 @@ def test_a_follower_on_the_same_devices_receives_what_it_lacks(
     if zero_stage == 1:
         # The copy plan of a run moves as many bytes.
         source = create_layout(MATRIX, make_assignment(train).grid.assign_ranks())
-        target = assign_max_overlap(source, GenerationSizes(*map(int, follow.split("-")), 1))
+        served = make_assignment(follow).grid
+        sizes = GenerationSizes(served.pp_size, served.tp_size, served.dp_size, 1)
+        target = assign_max_overlap(source, sizes)
         plan = plan_copies(source, create_layout(MATRIX, target), NodeTopology(8))
         assert max(plan.count_received_bytes().values()) == fraction * MATRIX.num_bytes
 
