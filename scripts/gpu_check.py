@@ -769,7 +769,7 @@ def check_trainer() -> Iterator[tuple[str, Measurements]]:
     """Train three steps in every layout; compare with a plain loop and with a resumed trainer."""
     from streamrl.engines.models import activation_checkpointing
 
-    activation_checkpointing.CHUNK_TOKENS = 16  # several chunks of the MLPs
+    activation_checkpointing.MLP_CHUNK_TOKENS = 16  # several chunks of the MLPs
     with make_scratch_folder() as folder:
         path = write_tiny(folder)
         groups = make_tiny_groups(path)

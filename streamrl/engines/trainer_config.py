@@ -20,7 +20,7 @@ ATTENTION_SETTINGS = ("auto", "eager")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 BUCKET_ELEMENTS = 50_000_000
 """DeepSpeed's reduce bucket, allocated in full even for small models: a tenth of its default."""
-CHUNK_TOKENS = 1024
+HEAD_CHUNK_TOKENS = 1024
 """Tokens for which logits over the vocabulary exist at the same time."""
 LIVE_ELEMENTS = 1_000_000_000
 """Elements of parameters that ZeRO stage 3 keeps gathered: DeepSpeed's stage3_max_live_parameters

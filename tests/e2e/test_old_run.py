@@ -8,10 +8,14 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from streamrl.buffer import journal as journal_module
 from streamrl.buffer.journal import CorruptRecord
 from streamrl.config.run_config import load_config
+from streamrl.engines.checkpoint.sharded_state import VALUE_KIND, open_state, read_progress
+from streamrl.resharding.layouts import create_whole_shard
 from streamrl.run_dir.checkpoint import find_resume_point, get_journal_dir
 from tests.e2e.launched import Launched, audit, rows
 
@@ -35,6 +39,15 @@ def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path):
     assert load_config(old_run / "config.yaml", skips_dry_run=True).run.steps == 6
     resume = find_resume_point(old_run)
     assert resume.checkpoint is not None and resume.checkpoint.path.name == "step_000004"
+
+    for folder in (resume.checkpoint.path, resume.checkpoint.path / "critic"):
+        assert read_progress(folder / "trainer").num_updates == 16, "four of each step"
+        stored = load_file(folder / "model" / "model.safetensors")
+        with open_state(folder / "trainer") as state:
+            for name, tensor in stored.items():
+                saved = torch.empty(tensor.shape)
+                state.fill_shard(VALUE_KIND, create_whole_shard(name, tuple(tensor.shape)), saved)
+                assert torch.equal(saved, tensor)
 
     assert (audit(old_run).num_steps, len(rows(old_run))) == (6, 5)
 

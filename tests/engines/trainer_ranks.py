@@ -401,7 +401,7 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
 
 def recomputed_updates(job: RankJob, layout: Layout) -> None:
     """Recompute activations; in the last round rank 0 has several chunks, the idle rank one."""
-    with mock.patch.object(activation_checkpointing, "CHUNK_TOKENS", 5):
+    with mock.patch.object(activation_checkpointing, "MLP_CHUNK_TOKENS", 5):
         job.results[f"recomputed/{layout.label}"] = run_two_steps(
             job, layout, CUTS[-1], gradient_checkpointing=True
         )

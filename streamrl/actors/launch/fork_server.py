@@ -102,11 +102,7 @@ MODELS_LEVEL = ForkLevel("models", "base", ("transformers.modeling_utils",), STA
 TRAINER_LEVEL = ForkLevel(
     "trainer",
     "models",
-    (
-        "streamrl.engines.training.model_trainer",
-        "streamrl.engines.training.training_backend",
-        "deepspeed",
-    ),
+    ("streamrl.engines.training.model_trainer", "deepspeed"),
     {**STAGE_ENV, "DS_ACCELERATOR": "cpu"},
 )
 GENERATOR_LEVEL = ForkLevel(

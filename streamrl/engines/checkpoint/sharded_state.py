@@ -13,7 +13,7 @@ The format uses no pickle.
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,14 +22,13 @@ import msgspec
 import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
 from streamrl.distributed.devices import GPU, get_gpu_rng_state, set_gpu_rng_state
 from streamrl.errors import CheckpointError
-from streamrl.files.bounded_read import read_small_json
-from streamrl.resharding.boxes import subtract_boxes
+from streamrl.files.bounded_read import parse_json, read_small_json
+from streamrl.resharding.boxes import TensorBox, subtract_boxes
 from streamrl.resharding.layouts import ShardPiece, TensorShard
 
 PROGRESS_FILE = "trainer.json"
@@ -37,7 +36,11 @@ VALUE_KIND, MOMENT_KINDS = "value", ("exp_avg", "exp_avg_sq")
 MAX_FILE_BYTES = 256 << 20
 """Size at which the next file of a checkpoint starts; bounds the memory that writing takes."""
 _SHARDS_KEY = "shards"
-_decode_shards = msgspec.json.Decoder(dict[str, TensorShard]).decode
+_Index = tuple[int, ...]
+_StoredBox = tuple[_Index, _Index, _Index]
+"""Start, stop and origin of a box."""
+_StoredShard = tuple[_Index, tuple[_StoredBox, ...], tuple[int, int] | None]
+"""A TensorShard without its name, as the files hold it in JSON."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,10 @@ class TrainerProgress:
     `adapters` describes the LoRA settings, which must be equal on loading.
     """
 
+    format: Literal[2]
     num_updates: Annotated[int, Meta(ge=0)]
     step: Annotated[int, Meta(ge=0)]
     adapters: str
-    format: Literal[3] = 3
 
 
 def save_state(
@@ -93,10 +96,15 @@ def save_state(
     blocks = (block for f in saved.values() for block in _copy_blocks(f, optimizer))
     for number, tensors in enumerate(batch_tensors(blocks)):
         names = {key.partition("/")[2] for key in tensors}
-        shards = msgspec.json.encode({name: saved[name].shard for name in names}).decode()
+        shards = json.dumps({name: _encode_shard(saved[name].shard) for name in names})
         path = directory / f"state_{rank:05d}_{number:03d}.safetensors"
-        path.write_bytes(to_safetensors(tensors, {_SHARDS_KEY: shards}))
+        save_tensors(path, tensors, {_SHARDS_KEY: shards})
     return max(steps)
+
+
+def _encode_shard(shard: TensorShard) -> _StoredShard:
+    boxes = tuple((box.start, box.stop, origin) for box, origin in shard.box_origins)
+    return shard.shape, boxes, shard.flat_range
 
 
 def _copy_blocks(
@@ -169,9 +177,11 @@ def read_progress(directory: Path) -> TrainerProgress:
     """
     path = directory / PROGRESS_FILE
     try:
-        return msgspec.convert(read_small_json(path), TrainerProgress)
+        progress = msgspec.convert(read_small_json(path), TrainerProgress)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    # Earlier versions named the layers, too: all of them.
+    return replace(progress, adapters=progress.adapters.removesuffix(" lora_targets=[]"))
 
 
 def save_rng(directory: Path, rank: int) -> None:
@@ -184,12 +194,16 @@ def save_rng(directory: Path, rank: int) -> None:
 def restore_rng(directory: Path, rank: int) -> None:
     """Restore torch's random number generators of this rank.
 
-    Does nothing if the checkpoint comes from a run with fewer ranks.
+    Does nothing if the checkpoint comes from a run with fewer ranks. Raises CheckpointError if the
+    file is damaged.
     """
     path = _make_rng_path(directory, rank)
     if path.is_file():
         states = load_tensors(path)
-        torch.set_rng_state(states["cpu"])
+        try:
+            torch.set_rng_state(states["cpu"])
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise CheckpointError(f"{path}: not a state of torch's random numbers") from error
         set_gpu_rng_state(states.get(GPU))
 
 
@@ -219,10 +233,13 @@ class StateReader:
         Raises CheckpointError if the file is not part of a trainer's state.
         """
         try:
-            shards = _decode_shards((file.metadata() or {})[_SHARDS_KEY])
+            stored = parse_json((file.metadata() or {})[_SHARDS_KEY])
+            shards = msgspec.convert(stored, dict[str, _StoredShard])
             for key in file.keys():  # noqa: SIM118
                 kind, _, name = key.partition("/")
-                shard = shards[name]
+                shape, boxes, flat_range = shards[name]
+                box_origins = tuple((TensorBox(a, b), origin) for a, b, origin in boxes)
+                shard = TensorShard(name, shape, box_origins, flat_range)
                 if shard.numel != sum(box.numel for box in shard.boxes):
                     raise ValueError(f"{name}: its boxes do not add up to its number of elements")
                 if file.get_slice(key).get_shape() != [shard.numel]:
@@ -280,9 +297,14 @@ def _open_safetensors(path: Path) -> Any:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write tensors on the CPU into a file, without a second copy of them in memory."""
-    save_file({n: t.contiguous() for n, t in tensors.items()}, path)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata)
+    path.chmod(mode)  # `save_file` renames a temporary file that only its owner can read.
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
-    CHUNK_TOKENS,
+    HEAD_CHUNK_TOKENS,
     LIVE_ELEMENTS,
     OFFLOAD,
     PARAMETER_SHARDING_STAGE,
@@ -163,7 +163,7 @@ def _estimate_head_bytes(sizes: TrainingSizes, trainer: TrainerConfig, tokens: i
 
     The gradient is summed over chunks in float32, and added or returned in the model's dtype.
     """
-    chunk = min(tokens, CHUNK_TOKENS) * LOGIT_VALUES_PER_TOKEN * FLOAT32_BYTES
+    chunk = min(tokens, HEAD_CHUNK_TOKENS) * LOGIT_VALUES_PER_TOKEN * FLOAT32_BYTES
     has_gradient = tokens > 0 and not trainer.lora_rank
     gradient = sizes.hidden * (FLOAT32_BYTES + sizes.itemsize) * has_gradient
     return sizes.head_rows * (chunk + gradient)

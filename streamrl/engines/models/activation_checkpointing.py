@@ -2,8 +2,8 @@
 
 Each layer keeps its inputs, on the device or in host memory, and the backward pass runs the layer
 once more. Then the activations of the MLP are most of a layer's memory: several vectors per token
-that are five times as wide as its inputs. So the MLP runs on `CHUNK_TOKENS` tokens at a time, and
-its own backward pass computes them again, a chunk at a time.
+that are five times as wide as its inputs. So the MLP runs on `MLP_CHUNK_TOKENS` tokens at a time,
+and its own backward pass computes them again, a chunk at a time.
 
 The MLP saves its inputs before it runs. torch's checkpoint stops a recomputation at the last tensor
 that the backward pass needs, so the layer is recomputed up to the MLP: chunks cost no second
@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from streamrl.engines.models.chunked_head import compute_chunk_gradients
 from streamrl.engines.models.forward import iter_layers
 
-CHUNK_TOKENS = 4096
+MLP_CHUNK_TOKENS = 4096
 """Tokens for which the activations of an MLP exist at the same time."""
 
 
@@ -62,7 +62,7 @@ def _checkpoint_without_noise(module: nn.Module) -> None:
 
 
 def run_mlps_in_chunks(module: PreTrainedModel) -> None:
-    """Let the activations of an MLP exist for `CHUNK_TOKENS` tokens at a time, where possible."""
+    """Let activations of an MLP exist for `MLP_CHUNK_TOKENS` tokens at a time, where possible."""
     for mlp in iter_tokenwise_mlps(module):
         vars(mlp)["forward"] = functools.partial(_run_in_chunks, mlp, mlp.forward)
 
@@ -105,7 +105,7 @@ def _run_in_chunks(
     """
     tokens = hidden_states.flatten(0, -2)
     has_grad = torch.is_grad_enabled()
-    if not tokens.requires_grad if has_grad else len(tokens) <= CHUNK_TOKENS:
+    if not tokens.requires_grad if has_grad else len(tokens) <= MLP_CHUNK_TOKENS:
         return forward(hidden_states)
 
     def run_chunk(chunk: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _run_in_chunks(
 
         output: Tensor = _ChunkedMlp.apply(run_chunk, get_inputs, tokens, *mlp.parameters())
     else:
-        output = torch.cat([run_chunk(chunk) for chunk in tokens.split(CHUNK_TOKENS)])
+        output = torch.cat([run_chunk(chunk) for chunk in tokens.split(MLP_CHUNK_TOKENS)])
     return output.view(*hidden_states.shape[:-1], -1)
 
 
@@ -156,7 +156,7 @@ class _ChunkedMlp(torch.autograd.Function):
         *params: Tensor,
     ) -> Tensor:
         ctx.run_chunk, ctx.get_inputs, ctx.params = run_chunk, get_inputs, params
-        return torch.cat([run_chunk(chunk) for chunk in tokens.split(CHUNK_TOKENS)])
+        return torch.cat([run_chunk(chunk) for chunk in tokens.split(MLP_CHUNK_TOKENS)])
 
     @staticmethod
     @once_differentiable
@@ -164,7 +164,9 @@ class _ChunkedMlp(torch.autograd.Function):
         tokens, ctx.get_inputs = ctx.get_inputs(), None
         grad_tokens = torch.empty_like(tokens)
         chunks = zip(
-            repeat(ctx.run_chunk), tokens.split(CHUNK_TOKENS), grad_output.split(CHUNK_TOKENS)
+            repeat(ctx.run_chunk),
+            tokens.split(MLP_CHUNK_TOKENS),
+            grad_output.split(MLP_CHUNK_TOKENS),
         )
-        grads = compute_chunk_gradients(chunks, grad_tokens.split(CHUNK_TOKENS), ctx.params)
+        grads = compute_chunk_gradients(chunks, grad_tokens.split(MLP_CHUNK_TOKENS), ctx.params)
         return None, None, grad_tokens, *grads

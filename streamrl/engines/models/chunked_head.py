@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens through the output head, chunk by chunk.
 
 Logits take tokens x vocabulary elements: 9.3 GiB in bfloat16 for 32,768 tokens and 152k words, and
-as much again for their gradient. So head and softmax see `CHUNK_TOKENS` tokens at a time, and the
-backward pass computes each chunk once more. A custom autograd function does that: it sums the
+as much again for their gradient. So head and softmax see `HEAD_CHUNK_TOKENS` tokens at a time, and
+the backward pass computes each chunk once more. A custom autograd function does that: it sums the
 head's gradient in float32, where torch's checkpoint per chunk would sum in the parameters' dtype.
 
 The loop runs within one call of the head module, within one call of the model. DeepSpeed's and
@@ -31,7 +31,7 @@ from streamrl.engines.models.tensor_parallel import (
     VocabularyRows,
     find_head_name,
 )
-from streamrl.engines.trainer_config import CHUNK_TOKENS
+from streamrl.engines.trainer_config import HEAD_CHUNK_TOKENS
 
 EntropyMode = Literal["none", "value", "gradient"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]
@@ -262,7 +262,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> Tensor:
         ctx.score_chunk, ctx.num_scores = score_chunk, 1 + (entropy_mode == "gradient")
         ctx.save_for_backward(inputs, targets, *parameters)
-        chunks = zip(inputs.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+        chunks = zip(inputs.split(HEAD_CHUNK_TOKENS), targets.split(HEAD_CHUNK_TOKENS), strict=True)
         return torch.cat([score_chunk(*chunk) for chunk in chunks], dim=-1)
 
     @staticmethod
@@ -280,11 +280,11 @@ class _ChunkedScores(torch.autograd.Function):
         chunks = (
             (functools.partial(score_tokens, chunk_targets), chunk, grads)
             for chunk_targets, chunk, grads in zip(
-                *(tensor.split(CHUNK_TOKENS) for tensor in (targets, inputs, grads_by_token)),
+                *(tensor.split(HEAD_CHUNK_TOKENS) for tensor in (targets, inputs, grads_by_token)),
                 strict=True,
             )
         )
-        grads = compute_chunk_gradients(chunks, grad_inputs.split(CHUNK_TOKENS), parameters)
+        grads = compute_chunk_gradients(chunks, grad_inputs.split(HEAD_CHUNK_TOKENS), parameters)
         return None, None, grad_inputs, None, *grads
 
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from streamrl.errors import StreamError
+from streamrl.errors import ConfigError, StreamError
 
 
 class SequenceGroup:
@@ -254,8 +254,13 @@ def enable_packing(model: PreTrainedModel) -> None:
 
 
 def share_tokens(model: PreTrainedModel, group: SequenceGroup) -> None:
-    """Make the ranks of a group share the tokens of each forward pass of the model."""
-    assert model.config._attn_implementation == PACKED_ATTENTION, "check_trained_model refuses it"
+    """Make the ranks of a group share the tokens of each forward pass of the model.
+
+    Raises ConfigError if the model's rows cannot be packed.
+    """
+    if (attention := model.config._attn_implementation) != PACKED_ATTENTION:
+        reason = explain_padding(type(model), model.config, attention)
+        raise ConfigError(f"sequence_parallel={group.size}: needs packed rows, but {reason}")
     vars(model)[SEQUENCE_GROUP] = group
 
 

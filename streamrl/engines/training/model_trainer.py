@@ -36,7 +36,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -71,6 +70,7 @@ from streamrl.engines.checkpoint.sharded_state import (
     restore_rng,
     save_rng,
     save_state,
+    save_tensors,
     write_progress,
 )
 from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
@@ -450,7 +450,7 @@ class ModelTrainer:
             step = save_state(directory, self.rank, backend.iter_fragments(), backend.optimizer)
             save_rng(directory, self.rank)
             if self.rank == 0:
-                write_progress(directory, TrainerProgress(self.num_updates, step, adapters))
+                write_progress(directory, TrainerProgress(2, self.num_updates, step, adapters))
 
     def load_training_state(self, directory: Path) -> None:
         """Load a state saved by any backend, ZeRO stage and number of ranks.
@@ -715,7 +715,7 @@ def _write_weights(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> No
         weight_map |= dict.fromkeys(batch, len(files))
         total_bytes += sum(tensor.nbytes for tensor in batch.values())
         files.append(directory / f"model-{len(files) + 1:05d}.partial")
-        save_file(batch, files[-1], metadata={"format": "pt"})
+        save_tensors(files[-1], batch, {"format": "pt"})
     single, index = directory / WEIGHTS_FILE, directory / WEIGHTS_INDEX
     for stale in (single, index):
         stale.unlink(missing_ok=True)

@@ -39,10 +39,13 @@ class PretrainingLoss:
         """Yield the pretraining losses of this rank's micro-batches for the update number `update`.
 
         The sum over micro-batches and data-parallel ranks is the loss to add. All ranks get equally
-        many micro-batches because `forward` may be collective.
+        many micro-batches, none if no text has two tokens, because `forward` may be collective.
         """
-        token_ids = self._tokenize_texts(self.texts.get_batch(update, self.num_texts))
+        encoded = self._tokenize_texts(self.texts.get_batch(update, self.num_texts))
         # The first token of a text is not predicted.
+        token_ids = [ids for ids in encoded if len(ids) > 1]
+        if not token_ids:
+            return
         num_tokens = sum(len(ids) - 1 for ids in token_ids)
         rounds = pack_rollouts(
             [("", index, len(ids)) for index, ids in enumerate(token_ids)],
@@ -62,7 +65,7 @@ class PretrainingLoss:
                 forward, batch["token_ids"], batch["attention_mask"], temperature=1.0
             )
             # Without texts the micro-batch is a dummy, for the collectives of the other ranks.
-            weight = -self.coef / max(num_tokens, 1) if picks else 0.0
+            weight = -self.coef / num_tokens if picks else 0.0
             yield weight * scores.logprobs.sum()
 
     def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:

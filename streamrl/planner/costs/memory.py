@@ -18,7 +18,7 @@ from streamrl.engines.memory.training_memory import (
     estimate_training_memory,
 )
 from streamrl.engines.models.model_shapes import BF16_BYTES
-from streamrl.engines.trainer_config import CHUNK_TOKENS, TrainerConfig
+from streamrl.engines.trainer_config import HEAD_CHUNK_TOKENS, TrainerConfig
 from streamrl.placement.clusters import GB, Cluster, DeviceSpec
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
@@ -161,7 +161,7 @@ def score_active_bytes(cost: CallCost) -> float:
     tokens = find_max_score_tokens(cost)
     layer = tokens * cost.shape.hidden * cost.constants.activation_bytes / cost.tp_size
     # Runs compute logits in chunks.
-    return layer + _logit_bytes(cost, min(tokens, CHUNK_TOKENS) if cost.run_memory else tokens)
+    return layer + _logit_bytes(cost, min(tokens, HEAD_CHUNK_TOKENS) if cost.run_memory else tokens)
 
 
 def find_max_score_tokens(cost: CallCost) -> float:

@@ -17,7 +17,7 @@ NUM_CHUNKS = 7
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(activation_checkpointing, "CHUNK_TOKENS", CHUNK)
+    monkeypatch.setattr(activation_checkpointing, "MLP_CHUNK_TOKENS", CHUNK)
     yield
 
 

@@ -95,7 +95,7 @@ def assert_equal_scores(model: PreTrainedModel, ids: Tensor, mode: EntropyMode) 
 @contextmanager
 def chunks_of(tokens: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_head, "CHUNK_TOKENS", tokens)
+        patch.setattr(chunked_head, "HEAD_CHUNK_TOKENS", tokens)
         yield
 
 

@@ -41,7 +41,7 @@ def test_mlps_compute_in_chunks_of_tokens_with_the_same_scores(
     model_path: str, monkeypatch: pytest.MonkeyPatch
 ):
     whole = column(model_path, micro_batch_tokens=1000)["ref_logprobs"]
-    monkeypatch.setattr(activation_checkpointing, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(activation_checkpointing, "MLP_CHUNK_TOKENS", 16)
     scorer = LogprobScorer(model_path, temperature=0.8, micro_batch_tokens=1000, dtype="float32")
     sizes: list[int] = []
     scorer._model.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(

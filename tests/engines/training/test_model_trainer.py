@@ -13,6 +13,7 @@ from streamrl.algorithms import summarize_policy
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.engines.models.forward import load_value_model
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.errors import ConfigError
 from tests.engines.conftest import parametrize_layouts
 from tests.engines.plain_step import (
@@ -182,6 +183,19 @@ def test_a_two_headed_model_learns_both_losses_on_any_number_of_ranks(results, f
     policy = {n: value for n, value in cases[0]["parameters"].items() if "score" not in n}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     assert measure_max_difference(parameters, policy) == 0
+
+
+def test_texts_of_one_token_have_no_pretraining_loss(model_path):
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    texts = PretrainingLoss(
+        TextStream(TEXTS, seed=0),
+        tokenizer,
+        coef=PTX_COEF,
+        num_texts=PTX_ROWS,
+        max_tokens=1,
+        micro_batch_tokens=8,
+    )
+    assert not list(texts.compute_losses(0, tiny_model(tied=True, seed=0), dp_rank=0, dp_size=2))
 
 
 def plain_pretraining(model_path):

@@ -9,6 +9,7 @@ import pytest
 from streamrl.engines import vllm
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.requests import EngineSpec, import_vllm
 from streamrl.errors import ConfigError, DeadlineError
 
@@ -33,3 +34,9 @@ async def test_an_engine_whose_vllm_cannot_be_imported_is_an_error_of_the_config
     monkeypatch.setitem(sys.modules, "streamrl.engines.vllm.engine", None)
     with pytest.raises(ConfigError, match=r"^generator: vLLM cannot start model: import of"):
         await GenerationEngine.start(SPEC)
+
+
+def test_on_a_cpu_vllm_compiles_nothing_and_has_the_configured_threads():
+    environment = make_vllm_env("cpu", threads=2)
+    assert (environment["OMP_NUM_THREADS"], environment["TORCHDYNAMO_DISABLE"]) == ("2", "1")
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
