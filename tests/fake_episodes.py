@@ -13,7 +13,6 @@ from streamrl.errors import EpisodeError, EpisodeOutageError
 from streamrl.messages import (
     Array,
     Columns,
-    FinishReason,
     Prompt,
     Rollout,
     make_rollout_seeds,
@@ -21,6 +20,7 @@ from streamrl.messages import (
 from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageContext
 from tests.environments.episodes.scripted import make_driver
 from tests.fakes import FakeGenerator, Plan, SampledToken, check_service
+from tests.rollouts import make_rollout
 
 SLOW_S = 60.0
 """Time that the environment takes for each turn of `Plan.slow_prompt`, s."""
@@ -88,15 +88,7 @@ class FakeEpisodeGenerator(FakeGenerator):
             versions.append(self.version)
             now = asyncio.get_running_loop().time()
             self.sampled.append(SampledToken(uid, len(versions), self.version, now))
-        return [
-            Rollout.from_single_turn(
-                prompt_ids,
-                turn[: len(versions)],
-                logprobs=[-1.0] * len(versions),
-                versions=versions,
-                finish_reason=FinishReason.STOP,
-            )
-        ]
+        return [make_rollout(prompt_ids, turn[: len(versions)], versions=versions)]
 
     def open_session(self, prompt: Prompt, *, seed: int) -> "FakeSession":
         return FakeSession(self, self._plan, self._rng, prompt.uid, seed)

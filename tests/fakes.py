@@ -20,9 +20,7 @@ from streamrl.messages import (
     Columns,
     Experience,
     FilteredGroup,
-    FinishReason,
     Prompt,
-    Rollout,
     columns_to_rollouts,
     make_uid,
     parse_uid,
@@ -43,6 +41,7 @@ from streamrl.weights.versions import (
     LogprobCheck,
     WeightRegistry,
 )
+from tests.rollouts import make_rollout
 
 STREAMED = UpdatePlan()
 PROBE = LogprobCheck([np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], limit=0.5)
@@ -225,13 +224,7 @@ class FakeGenerator:
         return self._columns(prompt, tokens, versions)
 
     def _columns(self, prompt: Prompt, tokens: list[int], versions: list[int]) -> Columns:
-        rollout = Rollout.from_single_turn(
-            prompt.token_ids,
-            tokens,
-            logprobs=[-1.0] * len(tokens),
-            versions=versions,
-            finish_reason=FinishReason.STOP,
-        )
+        rollout = make_rollout(prompt.token_ids, tokens, versions=versions)
         return rollouts_to_columns([rollout] * self._plan.group_size)
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:

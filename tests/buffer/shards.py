@@ -17,14 +17,13 @@ from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Columns,
     Experience,
-    FinishReason,
     GroupInfo,
     GroupLease,
     Prompt,
-    Rollout,
     measure_columns,
     rollouts_to_columns,
 )
+from tests.rollouts import make_rollout
 from tests.virtual_time import in_virtual_time
 
 STAGES = {
@@ -51,14 +50,7 @@ def prompt(uid: str) -> Prompt:
 
 def rollouts(version: int = 0) -> dict[str, Any]:
     """Return two rollouts of two prompt and three sampled tokens: 10 tokens, 6 in the loss."""
-    rollout = Rollout.from_single_turn(
-        np.array([1, 2], np.int32),
-        [5, 6, 7],
-        logprobs=[-1.0, -2.0, -3.0],
-        versions=[version] * 3,
-        finish_reason=FinishReason.STOP,
-    )
-    return rollouts_to_columns([rollout, rollout])
+    return rollouts_to_columns([make_rollout([1, 2], [5, 6, 7], version=version)] * 2)
 
 
 WORK: Mapping[str, Columns] = {"generate": rollouts(), "reward": SCORES, "reference": REFERENCE}

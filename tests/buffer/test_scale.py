@@ -10,12 +10,9 @@ from streamrl.buffer import ExperienceQueue, ShardCapacity, StepAssembler
 from streamrl.buffer.micro_batch_schedule import MicroBatchPacker
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.errors import DeadlineError
-from streamrl.messages import Experience, GroupInfo, GroupLease
 from streamrl.planner.simulator.virtual_loop import run_virtual
-from tests.buffer.clients import lease, local_shards
+from tests.buffer.clients import finish, lease, local_shards
 from tests.buffer.shards import (
-    REFERENCE,
-    SCORES,
     admit,
     do,
     entry,
@@ -26,6 +23,7 @@ from tests.buffer.shards import (
     take,
 )
 from tests.operations import count_lines
+from tests.rollouts import make_ready_group
 from tests.virtual_time import in_virtual_time
 
 FEW, MANY = 20, 320
@@ -53,15 +51,7 @@ def make_assembler(ready: int, pending: int, **settings: Any) -> StepAssembler:
     uids = [f"0:{i}:0" for i in range(ready + pending)]
     for uid in uids:
         assembler.admit_group(uid, 1)
-    assembler.offer_groups(
-        Experience(
-            lease=GroupLease(1, uid, "train", 1, float("inf")),
-            admitted_version=1,
-            info=GroupInfo((4,), 2, ((1, 2),)),
-            ready_version=1,
-        )
-        for uid in uids[:ready]
-    )
+    assembler.offer_groups(make_ready_group(uid, 1) for uid in uids[:ready])
     return assembler
 
 
@@ -107,24 +97,15 @@ def test_a_group_costs_the_coordinator_the_same_whatever_it_holds_already():
     async def count(number: int) -> int:
         queue = ExperienceQueue(local_shards(1, capacity=2 * MANY), "coordinator")
         await queue.insert_prompts([prompt(f"0:{i}:0") for i in range(number)], 0)
-        await work(queue, number)
+        await finish(queue)
         assert len(await lease(queue, "train", number)) == number
         await queue.insert_prompts([prompt("0:9998:0"), prompt("0:9999:0")], 0)
-        await work(queue, 2)
+        await finish(queue)
         with count_lines() as counted:
             taken = await lease(queue, "train", 2)
             await queue.remove_groups(["0:9998:0"], 0)
         assert len(taken) == 2
         return counted.lines
-
-    async def work(queue: ExperienceQueue, number: int) -> None:
-        for stage, columns in (
-            ("generate", rollouts()),
-            ("reward", SCORES),
-            ("reference", REFERENCE),
-        ):
-            groups = await lease(queue, stage, number)
-            await queue.commit_columns([(group.lease, columns) for group in groups])
 
     check_flat_on_loop(count)
 

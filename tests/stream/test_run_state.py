@@ -8,31 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import (
-    AdmissionController,
     ExperienceQueue,
-    Ledger,
     QueueConfig,
-    RunLog,
     ShardCapacity,
-    StepAssembler,
 )
 from streamrl.buffer.journal import JournalRecord
-from streamrl.buffer.staleness_credits import OversamplingController, compute_credit_limit
-from streamrl.dataflow import POLICY
+from streamrl.buffer.staleness_credits import compute_credit_limit
 from streamrl.errors import DropLimitError, StaleGroupError
-from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, Prompt
+from streamrl.messages import GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.run_state import RunState
-from streamrl.stream.weight_publisher import WeightPublisher
-from streamrl.weights.versions import WeightRegistry
+from tests.buffer.clients import queue_of
 from tests.buffer.shards import STAGES
 from tests.fake_shards import LocalShard, MemoryLog
-from tests.fake_stream import Stream, run_stream
+from tests.fake_stream import Disk, Stream, build_stream, run_stream
 from tests.fakes import FakePrompts, Plan
+from tests.rollouts import make_ready_group
 from tests.virtual_time import in_virtual_time
 
 FAILED = GroupOutcome("reward_error", "the verifier is down")
@@ -68,32 +61,10 @@ class FakeQueue:
         self.removed += uids
 
 
-def make_run_state(
-    *,
-    log: MemoryLog | None = None,
-    oversampling: OversamplingController | None = None,
-    **settings: Any,
-) -> RunState:
+def make_run_state(log: MemoryLog | None = None, **settings: Any) -> RunState:
     """Make a run state for two steps of three groups in flight; more with oversampling."""
-    admission = AdmissionController(
-        Ledger(),
-        depth=1,
-        groups_per_step=3,
-        capacity_groups=300 if oversampling else 6,
-        total_groups=300,
-        oversampling=oversampling,
-    )
-    return RunState(
-        admission,
-        StepAssembler(max_staleness=1, groups_per_step=3, oversampling=oversampling),
-        RunLog(admission.ledger, log or MemoryLog()),
-        WeightPublisher({}, {POLICY: WeightRegistry(keep_versions=2)}),
-        AdaptiveParams(
-            ALGORITHMS["grpo"], AlgorithmConfig().to_settings(max_length=8, reward_weights={})
-        ),
-        FakePrompts(),
-        **settings,
-    )
+    plan = Plan(**{"steps": 100, "groups_per_step": 3, **settings})
+    return build_stream(plan, Disk(log or MemoryLog(), [MemoryLog()] * plan.shards)).control
 
 
 def uids(count: int) -> list[str]:
@@ -104,12 +75,15 @@ def uids(count: int) -> list[str]:
 
 
 def run_with_outcomes(
-    *outcomes_by_call: dict[str, GroupOutcome], **settings: Any
+    *outcomes_by_call: dict[str, GroupOutcome],
+    on_finished: Callable[[str, GroupOutcome], None] = lambda uid, how: None,
+    **settings: Any,
 ) -> tuple[RunState, FakeQueue]:
     """Make a run state that fills the queue, then finishes the groups of each dict in one call."""
 
     async def main() -> tuple[RunState, FakeQueue]:
         run_state, fake_queue = make_run_state(**settings), FakeQueue()
+        run_state.on_group_finished = on_finished
         await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
         for outcomes in outcomes_by_call:
             await run_state.finish_groups(fake_queue, outcomes)  # type: ignore[arg-type]
@@ -124,7 +98,7 @@ def test_ended_group_is_logged_reported_and_removed():
     reported: list[tuple[str, GroupOutcome]] = []
     outcomes = {"0:1:0": FAILED, "0:2:0": FILTERED}
     run_state, fake_queue = run_with_outcomes(
-        outcomes, on_group_finished=lambda uid, how: reported.append((uid, how))
+        outcomes, on_finished=lambda uid, how: reported.append((uid, how))
     )
     assert reported == list(outcomes.items())
     assert fake_queue.removed == ["0:1:0", "0:2:0"]
@@ -141,13 +115,13 @@ def test_stale_group_is_always_readmitted():
 
 def test_prompt_is_readmitted_up_to_max_attempts_then_replaced():
     outcomes = [{f"0:1:{attempt}": how} for attempt, how in enumerate((FAILED, STALE, FAILED))]
-    _, fake_queue = run_with_outcomes(*outcomes, should_readmit_failed=True, max_attempts=3)
+    _, fake_queue = run_with_outcomes(*outcomes, readmits=True, max_attempts=3)
     assert [uid for uid, _ in fake_queue.inserted[6:]] == ["0:1:1", "0:1:2", "0:6:0"]
 
 
 @in_virtual_time
 async def test_readmitted_prompt_is_inserted_at_its_logged_version():
-    run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
+    run_state, fake_queue = make_run_state(readmits=True), FakeQueue()
     await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
     run_state.admission.advance_version(1)
@@ -160,7 +134,7 @@ async def test_readmitted_prompt_is_inserted_at_its_logged_version():
 
 @in_virtual_time
 async def test_readmitted_prompt_needs_no_credit():
-    run_state, fake_queue = make_run_state(should_readmit_failed=True), FakeQueue()
+    run_state, fake_queue = make_run_state(readmits=True), FakeQueue()
     admitting = asyncio.create_task(admit_prompts(run_state, fake_queue))  # type: ignore[arg-type]
     await asyncio.sleep(10.05)
     await run_state.finish_groups(fake_queue, {"0:1:0": FAILED})  # type: ignore[arg-type]
@@ -179,7 +153,7 @@ async def test_training_does_not_wait_for_capacity():
     bounds = ShardCapacity(100, max_bytes=4000, reserved_group_bytes=1000)
     shard = LocalShard(STAGES, QueueConfig(max_attempts=1), bounds, log=MemoryLog())
     run_state, queue = (
-        make_run_state(should_readmit_failed=True),
+        make_run_state(readmits=True),
         ExperienceQueue([shard], "coordinator"),
     )
     admitting = asyncio.create_task(admit_prompts(run_state, queue))
@@ -233,6 +207,9 @@ class LateLog(MemoryLog):
         await super().append(records, sync=sync)
         await asyncio.sleep(1.0)
 
+    def crash(self) -> MemoryLog:
+        return self
+
 
 @in_virtual_time
 async def test_log_and_ledger_agree_whenever_the_lock_is_free():
@@ -251,8 +228,7 @@ async def test_log_and_ledger_agree_whenever_the_lock_is_free():
 
 @in_virtual_time
 async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones():
-    shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
-    run_state, queue = make_run_state(), ExperienceQueue([shard], "coordinator")
+    run_state, queue = make_run_state(), queue_of(1)
     await run_state.run_log.record_admissions(uids(3), 0)
     # The queue has one of the three groups, and a group that is not in flight in the log.
     await queue.insert_prompts([FakePrompts.get_prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
@@ -266,10 +242,7 @@ async def test_reconcile_removes_unknown_groups_and_inserts_missing_ones():
 
 async def make_oversampling_run_state(factor: float | None) -> tuple[RunState, FakeQueue]:
     """Make an oversampling run state that has filled the queue."""
-    run_state, fake_queue = (
-        make_run_state(oversampling=OversamplingController(factor, groups_per_step=3)),
-        FakeQueue(),
-    )
+    run_state, fake_queue = make_run_state(oversample=factor), FakeQueue()
     await run_state.fill_queue(fake_queue)  # type: ignore[arg-type]
     return run_state, fake_queue
 
@@ -328,17 +301,14 @@ async def test_late_group_is_an_error_without_oversampling():
     for version in (1, 2):
         run_state.admission.advance_version(version)
     assert run_state.remove_late_groups() == {}
-    info = GroupInfo((4,), 2, ((0, 2),))
-    lease = GroupLease(1, "0:0:0", "train", 1, float("inf"))
-    run_state.offer_groups([Experience(lease, 0, info=info, ready_version=0)])
+    run_state.offer_groups([make_ready_group("0:0:0")])
     with pytest.raises(StaleGroupError):
         run_state.assembler.draw_groups(2)
 
 
 @in_virtual_time
 async def test_resumed_groups_do_not_count_as_dropped():
-    shard = LocalShard(STAGES, QueueConfig(), ShardCapacity(10), log=MemoryLog())
-    run_state, queue = make_run_state(max_dropped=0), ExperienceQueue([shard], "coordinator")
+    run_state, queue = make_run_state(max_dropped=0), queue_of(1)
     await run_state.run_log.record_admissions(
         [prompt.uid for prompt in run_state.prompt_source.draw_prompts(2)], 0
     )

@@ -1,7 +1,6 @@
 """Training step: collection, updates, stop, replay after a crash, stalls."""
 
 import asyncio
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from streamrl.buffer.micro_batch_schedule import Round, UpdatePlan
 from streamrl.dataflow import POLICY
 from streamrl.errors import DeadlineError, FilterLimitError, LedgerError
-from streamrl.messages import Experience, GroupInfo, GroupLease, GroupOutcome, parse_uid
+from streamrl.messages import Experience, parse_uid
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.run_state import PipelineConfig
@@ -29,7 +28,8 @@ from streamrl.stream.train_step import (
 )
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import FakeTrainer, Plan
-from tests.stream.test_run_state import make_run_state, uids
+from tests.rollouts import make_ready_group
+from tests.stream.test_run_state import FILTERED, make_run_state, uids
 from tests.virtual_time import in_virtual_time
 
 PACE = UpdatePlan(requires_full_step=True, num_epochs=2, num_mini_batches=2)
@@ -289,12 +289,6 @@ def test_filter_limit_is_raised_even_if_the_run_is_stopped():
         run_virtual(run_stream(plan, disturb=stop))
 
 
-def ready(number: int, ended: GroupOutcome | None = None) -> Experience:
-    info = None if ended else GroupInfo((5,), 4, ((0, 4),))
-    lease = GroupLease(number, f"0:{number}:0", "train", 1, math.inf)
-    return Experience(lease, 0, info=info, ready_version=0, outcome=ended)
-
-
 @in_virtual_time
 async def test_error_during_the_last_groups_is_raised(monkeypatch: pytest.MonkeyPatch):
     """The last group is drawn while a filtered group of the same call is being logged."""
@@ -305,8 +299,8 @@ async def test_error_during_the_last_groups_is_raised(monkeypatch: pytest.Monkey
 
     class Queue:
         coming = (
-            ([ready(0), ready(1)], 0.0),
-            ([ready(2), ready(3, GroupOutcome("filtered", filtered=True))], 5.0),
+            ([make_ready_group("0:0:0"), make_ready_group("0:1:0")], 0.0),
+            ([make_ready_group("0:2:0"), make_ready_group("0:3:0", outcome=FILTERED)], 5.0),
         )
         answers = iter(coming)
 

@@ -16,9 +16,7 @@ from streamrl.messages import (
     Array,
     Columns,
     Experience,
-    FinishReason,
     Prompt,
-    Rollout,
     rollouts_to_columns,
 )
 from streamrl.pipeline import hold_devices_per_group
@@ -36,6 +34,7 @@ from streamrl.weights import WeightLoadStats, WeightManifest
 from tests import fake_stream
 from tests.fake_stream import Stream, dataflow_of, run_stream
 from tests.fakes import Plan
+from tests.rollouts import make_rollout
 
 PROMPT_TOKENS = 3
 """As in tests.fakes."""
@@ -181,15 +180,7 @@ class TimedGenerator:
         rollouts, at = [], 0
         for length in lengths:
             rollout_versions, at = versions[at : at + length], at + length
-            rollouts.append(
-                Rollout.from_single_turn(
-                    prompt.token_ids,
-                    [5] * length,
-                    logprobs=[-1.0] * length,
-                    versions=rollout_versions,
-                    finish_reason=FinishReason.STOP,
-                )
-            )
+            rollouts.append(make_rollout(prompt.token_ids, [5] * length, versions=rollout_versions))
         return rollouts_to_columns(rollouts)
 
     def _set_timer(self) -> None:

@@ -7,7 +7,6 @@ from streamrl.errors import ActorError, EpisodeError, RewardError
 from streamrl.messages import (
     FinishReason,
     Prompt,
-    Rollout,
     make_rollout_seeds,
     make_uid,
     rollouts_to_columns,
@@ -17,6 +16,7 @@ from streamrl.stream.evaluation.sample_and_score import (
     SampledPrompt,
     evaluate_policy,
 )
+from tests.rollouts import make_rollout
 
 
 def make_prompts(*sources):
@@ -29,16 +29,7 @@ def make_prompts(*sources):
 
 async def generate(prompt, seeds):
     """Return a rollout per seed; the only sampled token is the seed."""
-    rollouts = [
-        Rollout.from_single_turn(
-            prompt.token_ids,
-            [seed],
-            logprobs=[0.0],
-            versions=[0],
-            finish_reason=FinishReason.STOP,
-        )
-        for seed in seeds
-    ]
+    rollouts = [make_rollout(prompt.token_ids, [seed]) for seed in seeds]
     return SampledPrompt(rollouts_to_columns(rollouts))
 
 
