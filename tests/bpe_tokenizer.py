@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, with the special tokens of well-known chat formats."""
+"""Byte-level tokenizers, and one with merges and the special tokens of well-known chat formats."""
 
 from pathlib import Path
 
@@ -20,6 +20,20 @@ PLAIN_ADDED_TOKENS = (
 )
 """Added tokens that are not special, as in the tokenizers of Qwen and DeepSeek."""
 NUM_MERGES = 1000
+
+
+def make_byte_tokenizer(special, plain=(), **tokens):
+    """Return a tokenizer with one token per byte, and these added tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.bpe_tokenizer import make_byte_tokenizer
+
 TEMPLATE = (
     "{% for message in messages %}"
     "<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
@@ -20,23 +22,13 @@ def cache_dir(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import processors
 
     path = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: i for i, symbol in enumerate(["<s>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=["<user>", "<assistant>"],
+    special = ["<s>", "</s>", "<user>", "<assistant>"]
+    tokenizer = make_byte_tokenizer(special, bos_token="<s>", eos_token="</s>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)

@@ -190,7 +190,8 @@ def test_a_leading_space_after_a_special_token_round_trips(write_rows):
 def test_plain_prompts_get_no_eos_token(tokenizer, write_rows):
     tokenizer.chat_template = None
     ends = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", tokenizer.eos_token_id)]
+        single="<s> $A </s>",
+        special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)],
     )
     tokenizer.backend_tokenizer.post_processor = ends
     assert tokenizer("hi").input_ids[-1] == tokenizer.eos_token_id

@@ -60,31 +60,16 @@ def test_a_sampled_file_has_the_order_of_a_fully_classified_file(
     assert [prompt.ground_truth for prompt in drawn] == [item.ground_truth for item in expected]
 
 
-def test_every_format_yields_the_same_prompts_in_any_order(tokenizer, write_rows, tmp_path):
-    rows = [
-        {"prompt": f"{i} {'é' * (i % 7)}\n", "ground_truth": str(i), "source": "é"}
-        for i in range(50)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=7)
+def test_an_open_table_pickles_and_has_its_rows_in_any_format_and_order(
+    write_rows, tmp_path, monkeypatch
+):
+    rows = numbered(30)
     (tmp_path / "shards").mkdir()
     for i, part in enumerate((rows[:20], rows[20:])):
         pq.write_table(pa.Table.from_pylist(part), tmp_path / "shards" / f"{i}.parquet")
-    paths = [write_rows(*rows), tmp_path / "rows.parquet", tmp_path / "shards"]
-    drawn = [stream_of(open_rows(str(p), tokenizer=tokenizer)).draw_prompts(60) for p in paths]
-    first, *others = (
-        [(p.uid, p.messages, p.ground_truth, p.extra_info, p.token_ids.tolist()) for p in prompts]
-        for prompts in drawn
-    )
-    assert others == [first, first]
-    assert len({uid for uid, *_ in first}) == 60
-
-
-def test_an_open_table_pickles(write_rows, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = numbered(30)
-    path = write_rows(*rows)
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mapped.parquet")
-    for name in (path, tmp_path / "mapped.parquet"):
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mapped.parquet", row_group_size=7)
+    for name in (write_rows(*rows), tmp_path / "shards", tmp_path / "mapped.parquet"):
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache" / Path(name).stem))
         opened_table = table.open_table(str(name))
         unpickled = pickle.loads(pickle.dumps(opened_table))
         records = [record for _, _, record in unpickled.read_rows([29, 0, 7])]

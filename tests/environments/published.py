@@ -5,11 +5,9 @@ import re
 from importlib.metadata import distribution
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from streamrl.data.chat_template import ChatTemplate
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
+from tests.bpe_tokenizer import make_byte_tokenizer
 
 FAMILIES = {
     "cohere": ["<|END_OF_TURN_TOKEN|>"],
@@ -50,17 +48,6 @@ _SPECIAL = re.compile(
 _PLAIN = re.compile(
     "</?(?:think|tool_call|tool_response|arg_key|arg_value)>|<\uff5c[^\uff5c'\"{}]+\uff5c>"
 )
-
-
-def make_byte_tokenizer(special, plain, **tokens):
-    """Return a byte-level tokenizer with these added tokens."""
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
 
 
 @functools.cache

@@ -33,9 +33,5 @@ def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip():
     for row in rows()["eval"]:
         right = training.write_solution(row, rng, 0.0)
         assert training.parse_answer(right) == value(get_question(row))
-        assert training.is_right(row, right)
         assert training.parse_answer(training.write_solution(row, rng, 1.0)) is not None
-    row = {"prompt": [{"role": "user", "content": "7+5-3"}]}
-    assert training.write_solution(row, rng, 0.0) == "12-3=9"
-    assert training.parse_answer("12-3=9") == 9
     assert training.parse_answer("12-3") is None

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.cli.main import main
 from tests.algorithms.steps import derive_columns, make_step, train
 
 PATH = str(Path("examples/custom_algorithm/median.py"))
@@ -19,9 +17,3 @@ def test_its_advantages_are_scores_minus_the_median():
     derived = derive_columns(config, step)
     assert derived["advantages"].tolist() == [-1.0, 0.0, 8.0, -1.0, 1.0]
     assert train(config, step, derived).gradient.isfinite().all()
-
-
-def test_the_command_lists_it(capsys: pytest.CaptureFixture[str]):
-    assert main(["config", "--algorithms", "median_grpo", "--path", PATH]) == 0
-    text = capsys.readouterr().out
-    assert "advantages, loss  subtract_median, clipped_surrogate\n  scope  " in text

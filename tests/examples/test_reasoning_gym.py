@@ -48,11 +48,7 @@ def test_the_datasets_judge_scores_the_answers_to_its_rows(tmp_path: Path):
             return list(columns["scores"])
 
     assert asyncio.run(score()) == [1.0, 0.0, 0.0]
-    whole = [
-        compute_score("chain_sum", text, prompt.ground_truth, prompt.extra_info)
-        for text in (" 156\n", "It is 156")
-    ]
-    assert whole[0] == 1.0 > whole[1]
+    assert compute_score("chain_sum", " 156\n", prompt.ground_truth, prompt.extra_info) == 1.0
 
 
 def test_members_of_a_composite_are_options_in_json(tmp_path: Path):

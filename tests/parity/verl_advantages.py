@@ -50,14 +50,6 @@ def estimator(name: str, config: AlgoConfig | None = None) -> Callable[[Batch], 
     return theirs
 
 
-def grpo_mean_only(batch: Batch) -> Tensor:
-    """Compute verl's GRPO without the deviation, which is an argument there."""
-    advantages_BT, _ = core_algos.compute_grpo_outcome_advantage(
-        outcome_rewards(batch), batch.mask, batch.group_ids.numpy(), norm_adv_by_std_in_grpo=False
-    )
-    return advantages_BT
-
-
 def gdpo(batch: Batch) -> Tensor:
     """Compute verl's GDPO with rewards from the data, in float32."""
     names = ["first", "second", "third"]
@@ -81,13 +73,6 @@ def our_gdpo(batch: Batch) -> Tensor:
         batch.rewards, batch.group_ids, weights=torch.tensor(WEIGHTS)
     )
     return advantages.masked_whiten(rows[:, None].expand_as(batch.mask), batch.loss_mask)
-
-
-def remax(batch: Batch) -> Tensor:
-    rewards, baselines = outcome_rewards(batch) * batch.mask, batch.baseline_scores
-    return (
-        batch.mask * core_algos.compute_remax_outcome_advantage(rewards, baselines, batch.mask)[0]
-    )
 
 
 def rewards_to_go(batch: Batch) -> Tensor:
@@ -282,14 +267,6 @@ CASES = [
         dtype=torch.float32,
         note="verl's deviation is float32",
     ),
-    ParityCase(
-        "advantages.group_relative, none, keep",
-        "grpo",
-        lambda b: b.on_tokens(
-            advantages.group_relative_advantages(b.scores, b.group_ids, scale="none", single="keep")
-        ),
-        grpo_mean_only,
-    ),
     by_group(
         "leave_one_out, keep",
         "rloo",
@@ -328,13 +305,6 @@ CASES = [
         note=f"verl's factor is float32; {ALONE}",
     ),
     ParityCase(
-        "advantages.greedy_baseline",
-        "remax",
-        lambda b: b.on_tokens(advantages.greedy_baseline_advantages(b.scores, b.baseline_scores)),
-        remax,
-        note=HOLES,
-    ),
-    ParityCase(
         "advantages.decoupled_reward_normalization",
         "gdpo",
         our_gdpo,
@@ -353,14 +323,6 @@ CASES = [
         estimator("reinforce_plus_plus_baseline"),
     ),
     *(divergence(kind) for kind in KL_KINDS),
-    ParityCase(
-        "shaping.token_rewards",
-        "compute_rewards",
-        lambda b: advantages.make_token_rewards(
-            b.scores, b.loss_mask, 0.1 * (b.values - b.returns)
-        ),
-        lambda b: core_algos.compute_rewards(outcome_rewards(b), b.values, b.returns, 0.1) * b.mask,
-    ),
     ParityCase("kl.adapt_coefficient", "AdaptiveKLController", our_kl_coefs, verl_kl_coefs),
     replace(
         recipe("a step of GRPO", "defaults", step_loss("verl's GRPO"), vanilla(_grpo)),

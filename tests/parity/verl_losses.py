@@ -173,12 +173,6 @@ def rejection(kind: str, level: str, high: float, low: float | None = None) -> P
 
 CASES = [
     loss_case(
-        "clipped_surrogate",
-        "vanilla",
-        lambda b: losses.clipped_surrogate_loss(b.log_ratio, b.advantages, **CLIP),
-        policy_loss("vanilla", CLIP_ACTOR(clip_ratio_c=NO_CLIP)),
-    ),
-    loss_case(
         "clipped_surrogate, dual_clip",
         "vanilla, clip_ratio_c",
         lambda b: losses.clipped_surrogate_loss(b.log_ratio, b.advantages, **CLIP, dual_clip=2.0),

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from streamrl.environments.episodes.episode import episodes_to_columns
 from streamrl.errors import RewardError
@@ -20,6 +18,7 @@ from streamrl.rewards.reward_scorer import RewardScorer, describe_rollouts, scor
 from streamrl.rewards.reward_set import COSTS, RewardComponent, RewardSet
 from streamrl.telemetry.config import RolloutConfig
 from streamrl.telemetry.rollout_log import RecordedTurn
+from tests.bpe_tokenizer import make_byte_tokenizer
 from tests.rewards.episodes import Segment, make_episode
 from tests.rollouts import make_rollout
 
@@ -112,17 +111,7 @@ async def test_logprobs_are_recorded_on_request_and_nothing_if_recording_is_off(
 # Records of episodes: turns with the text, version and logprob of each sampled token.
 
 
-def make_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer whose tokens are the 256 bytes, and the special token `<|end|>`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[])
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-
-
-TOKENIZER = make_byte_tokenizer()
+TOKENIZER = make_byte_tokenizer(["<|end|>"], [], eos_token="<|end|>")
 PROMPT, SAMPLED, SCAFFOLD, OBSERVATION = TokenSource
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from msgspec.structs import replace
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.environment_host import EnvironmentHost
@@ -142,9 +141,6 @@ async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect):
     assert await environment.reset(own, seed=7) == '{"total": "9", "hint": "down"}'
     with pytest.raises(ConfigError, match=r"environment_options=.*url.*; a row may have re"):
         await environment.reset(make_row(url="ws://elsewhere"), seed=7)
-    easy = replace(make_row(), extra_info={"environment_options": "easy"})
-    with pytest.raises(ConfigError, match=r"environment_options='easy': must map options"):
-        await environment.reset(easy, seed=7)
 
 
 @pytest.mark.parametrize(

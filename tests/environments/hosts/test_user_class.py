@@ -75,7 +75,6 @@ TOOL = 'def calculate(self, a: str):\n        """C"""'
             "{label}.reset: in {path} requires prompt; available, by keyword: row, seed",
         ),
         ("def f(): pass", "environment.path={path}: must define one class, or be written as"),
-        ("x = 1\nraise OSError('no')", "environment.path={path}:2: OSError: no"),
     ],
 )
 def test_a_class_of_no_shape_is_refused_in_one_line(write, source, words):
@@ -86,18 +85,11 @@ def test_a_class_of_no_shape_is_refused_in_one_line(write, source, words):
     assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("reference", "words"),
-    [
-        (":B", "no such class; its classes are A"),
-        (":A:B", "no such file|must be a .py file"),
-        ("x", "write it as file.py or file.py:Class"),
-    ],
-)
-def test_a_reference_that_names_no_class_is_refused(write, reference, words):
+def test_a_reference_that_names_no_class_is_refused(write):
     path = write("x = 1\nclass A:\n    def step(self, reply): pass")
-    with pytest.raises(ConfigError, match=words):
-        load(path + reference)
+    for reference, words in ((":B", "no such class; its classes are A"), ("x", "write it as file")):
+        with pytest.raises(ConfigError, match=words):
+            load(path + reference)
 
 
 WITH_OPTIONS = """

@@ -116,57 +116,23 @@ def test_tool_results_equal_the_whole_rendering(load_renderer, observations, rep
 @given(reply=letters, observation=letters)
 def test_sampled_tokens_stay_as_sampled(load_renderer, name, reply, observation):
     renderer = load_renderer(name)
-
-    def encode_characters(text):
-        return [token for character in text for token in encode(renderer.tokenizer, character)]
-
     canonical = encode(renderer.tokenizer, reply)
-    sampled = encode_characters(reply)
+    sampled = [token for character in reply for token in encode(renderer.tokenizer, character)]
     end = renderer.closing_ids
     bridge = renderer.render_bridge(sampled + end, [make_user(observation)], is_cut=False)
     same = renderer.render_bridge(canonical + end, [make_user(observation)], is_cut=False)
     np.testing.assert_array_equal(bridge.token_ids, same.token_ids)
-    conversation = [QUESTION, make_assistant(reply), make_user(observation)]
-    stream = append(renderer, conversation, encode_characters)
-    prompt = len(renderer.render_prompt([QUESTION]))
-    assert stream[prompt:] == [*sampled, *end, *bridge.token_ids]
 
 
-@pytest.mark.parametrize(
-    ("name", "role", "scaffold"),
-    [
-        ("qwen2_5", "user", "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "mistral",
-            "tool",
-            '</s>[TOOL_RESULTS] {{"content": {}, "call_id": "call00000"}}[/TOOL_RESULTS]',
-        ),
-    ],
-)
-def test_only_tokens_with_the_environments_text_are_observation(
-    load_renderer, name, role, scaffold
-):
-    renderer = load_renderer(name)
-    message = make_tool("it is 42") if role == "tool" else {"role": role, "content": "it is 42"}
-    bridge = renderer.render_bridge([5], [message], is_cut=True)
+def test_only_tokens_with_the_environments_text_are_observation(load_renderer):
+    renderer = load_renderer("mistral")
+    bridge = renderer.render_bridge([5], [make_tool("it is 42")], is_cut=True)
     text, observed = show(renderer, bridge)
-    assert text == scaffold.format("it is 42")
+    result = '{"content": it is 42, "call_id": "call00000"}'
+    assert text == f"</s>[TOOL_RESULTS] {result}[/TOOL_RESULTS]"
     assert observed.strip() == "it is 42"
     assert bridge.token_ids.dtype == np.int32
     assert bridge.is_observation.dtype == np.bool_
-
-
-def test_a_bridge_appends_only_what_the_policy_did_not_write(load_renderer):
-    renderer = load_renderer("qwen2_5")
-    observation = [make_user("hi")]
-    rest = "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    for sampled, is_cut, expected in (
-        ([5], False, "<|im_end|>" + rest),
-        ([], True, "<|im_end|>" + rest),
-        ([5, renderer.closing_ids[-1]], False, rest),
-    ):
-        bridge = renderer.render_bridge(np.array(sampled), observation, is_cut=is_cut)
-        assert show(renderer, bridge)[0] == expected
 
 
 def test_a_token_of_the_generation_config_ends_a_turn(load_renderer):

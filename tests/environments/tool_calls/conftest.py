@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from streamrl.environments.tool_calls.call_formats import HARMONY_MARKERS
-from tests.environments.published import make_byte_tokenizer
+from tests.bpe_tokenizer import make_byte_tokenizer
 
 SPECIAL = (
     *("<|im_end|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),

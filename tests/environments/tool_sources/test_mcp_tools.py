@@ -105,12 +105,6 @@ async def test_a_server_of_the_package_is_played_to_the_end(transport):
         assert failed.outcome is CallOutcome.TOOL_ERROR and "b must not be 0" in failed.text
         assert await read(episode, "draw") == "[image]"
         await episode.close()
-        if transport == "http":
-            orphan = await source.open(in_time())
-            stack.close()
-            with pytest.raises(EpisodeOutageError, match=r"127.0.0.1:\d+/mcp: ended: ConnectError"):
-                await orphan.call("divide", {"a": 1, "b": 1})
-            await orphan.close()
     assert not descendants() - before
 
 
@@ -168,10 +162,6 @@ async def test_headers_come_from_the_environment_and_a_refused_request_ends_the_
             assert isinstance(error.value, EpisodeOutageError) == (status != 500)
             await episode.close()
             episode = await source.open(in_time())
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await episode.call("sleep", {"seconds": 0.5})
-        assert episode.timeout_note == "" and await read(episode, "say", text="hi") == "hi"
         await episode.close()
         server.shutdown()
 

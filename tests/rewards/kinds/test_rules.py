@@ -166,13 +166,7 @@ def test_equal_answers_have_equal_normal_forms():
     assert math_answers.judge_gsm8k("It is 1,234.", "5", method="flexible").answer == "1234"
     halves = (r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{\dfrac12}", r"\boxed{x = \frac{1}{2}}")
     assert {math_answers.judge_math(half, "5").answer for half in halves} == {r"\frac{1}{2}"}
-    lines = (
-        "Answer: $34$",
-        "answer: x = 34",
-        r"Answer: \boxed{34}",
-        r"\boxed{34}",
-        "Answer: 34 cm",
-    )
+    lines = ("Answer: $34$", "answer: x = 34", r"\boxed{34}", "Answer: 34 cm")
     assert {math_answers.judge_dapo_math(line, "5").answer for line in lines} == {"34"}
 
 

@@ -59,12 +59,6 @@ def hang(_: Any) -> None:
         pass
 
 
-def dawdle(number: int) -> int:
-    """Straggle, but finish."""
-    time.sleep(2.0)
-    return number
-
-
 def garble(data: bytes) -> None:
     """Write to every descriptor, including the pool's socket, and hang."""
     for number in map(int, os.listdir("/proc/self/fd")):
@@ -135,7 +129,7 @@ def fork(_: Any) -> str:
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     operation.__name__: operation
     for operation in (
-        *(square, pid, hash_text, slow, work, dawdle, fork),
+        *(square, pid, hash_text, slow, work, fork),
         *(garble, orphan, sly, hang, crash, leak, breed),
     )
 }

@@ -154,18 +154,6 @@ async def test_calls_of_a_closed_pool_raise(pool):
         await workers.call(("square", 2))
 
 
-@pytest.mark.slow
-async def test_stragglers_that_finish_are_replaced(pool):
-    workers = pool()
-    await workers.start()
-    slow = [workers.call(("dawdle", i)) for i in range(16)]
-    async with asyncio.timeout(40):
-        assert await asyncio.gather(*slow) == list(range(16))
-        quick = [workers.call(("square", i)) for i in range(50)]
-        assert await asyncio.gather(*quick) == [i * i for i in range(50)]
-    assert not workers.kill_counts
-
-
 async def test_cancelling_a_caller_keeps_the_worker_alive(pool):
     workers = pool()
     await workers.start()
