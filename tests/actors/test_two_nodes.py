@@ -49,8 +49,6 @@ from streamrl.weights.transport import TransportSpec
 from tests.actors.fakes import make_config, make_prepared
 from tests.e2e.launched import MARK, marked
 
-pytestmark = pytest.mark.slow
-
 # Workers of the nodes do not have the tests on their path.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -186,6 +184,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_an_existing_cluster_accepts_only_its_own_token(nodes: Nodes):
     wrong = {TOKEN_VARIABLE: "0" * 64}
     without = {"RAY_AUTH_MODE": "disabled"}
@@ -209,6 +208,7 @@ def node_of(actor: Any) -> str:
     return str(ray.get(reply, timeout=120.0))
 
 
+@pytest.mark.slow
 def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and_restarts(
     nodes: Nodes,
 ):
@@ -240,6 +240,7 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
         registry.close()
 
 
+@pytest.mark.slow
 def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes):
     wait_until_free()
     # Two models with two ranks, each on its own node, would leave no node with seven free slots.
@@ -270,6 +271,7 @@ def make_registry(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
     return ActorRegistry(config, make_prepared(config), on_gpu=False)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nodes):
     wait_until_free()
     reserved = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
@@ -327,6 +329,7 @@ class Reader:
         return is_equal and tensors.keys() == expected.keys(), self._inlet.fallback_reason
 
 
+@pytest.mark.slow
 def test_versions_reach_readers_on_both_nodes(nodes: Nodes):
     names = ["generator-0", "generator-1"]
     strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
