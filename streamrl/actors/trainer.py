@@ -217,7 +217,7 @@ class TrainerActor(PingableActor):
     ) -> WeightManifest | None:
         """Publish the weights as `version`. All ranks must call; rank 0 returns the manifest.
 
-        followers: names of the current ones, for transports that address them.
+        followers: names of the current followers, for transports that address them.
         should_check: add a logprob check to the manifest.
         """
         # The KV cache may only go while the generator is paused, that is, while weights change.

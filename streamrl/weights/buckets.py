@@ -119,7 +119,7 @@ def publish_gathered(
 ) -> WeightManifest | None:
     """Publish tensors as `publish_version` does; a rank without a writer publishes nothing.
 
-    followers: their names, for transports that address them.
+    followers: names of the current followers, for transports that address them.
     is_collective: reading the tensors gathers them from all ranks, so that every rank reads all.
     """
     try:

@@ -35,7 +35,7 @@ class WeightsConfig:
     bucket_mb: ClassVar[int] = 64
     """Size of a bucket in MB. A larger tensor gets a bucket of its own."""
     keep_versions: ClassVar[int] = 2
-    """Newest versions that the publisher keeps for readers that are still pulling."""
+    """Newest versions that the publisher keeps for followers that are still pulling."""
     #: Transport of the weights: store (Ray's object store), shared_memory (single node), collective
     #: (broadcast to all followers), or auto: shared memory on a single node, collective on several
     #: whose processes have a GPU each, the store otherwise; the run prints its choice.

@@ -48,6 +48,7 @@ def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]):
     assert report["problems"] == []
     assert report["cores"] >= 1 and report["memory_gib"] > 1
     assert "vllm" in report["vllm"]
+    assert report["sandbox"] == ""
 
 
 def test_a_missing_package_is_a_problem_not_a_traceback(

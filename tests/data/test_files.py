@@ -114,6 +114,8 @@ def test_prompts_of_several_files_have_distinct_indices(tokenizer, write_rows):
     assert [prompt.uid for prompt in loaded_prompts] == ["0:0:0", "0:2:0", "0:3:0"]
     assert [prompt.row_location for prompt in files[1].prompts] == [f"{b} line 1", f"{b} line 2"]
     assert [len(file.prompts) for file in files] == [1, 2]
+    with pytest.raises(ConfigError, match=r"0 filtered, 1 too long \(the limit is 50 tokens\)"):
+        load_files(tokenizer, write_rows({"prompt": "x" * 99}), on_long_prompt="skip")
 
 
 def test_file_shares_follow_weights_or_prompt_counts(tokenizer, write_rows):

@@ -80,7 +80,10 @@ def test_round_trip_of_any_tensors_in_disjoint_aligned_slots(
         assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in bucket.slots)
         assert all(a.end <= b.offset for a, b in pairwise(bucket.slots))
     unpacked = unpack_tensors(manifest, arrays)
-    assert all(torch.equal(unpacked[name].float(), t.float()) for name, t in tensors.items())
+    assert unpacked.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert unpacked[name].dtype == tensor.dtype
+        assert torch.equal(unpacked[name].float(), tensor.float())
 
 
 def test_unpacking_copies_nothing():

@@ -46,7 +46,7 @@ class Handle:
     """Bucket of a version, which lives as long as somebody refers to it, as an object of Ray."""
 
 
-def test_the_last_versions_stay_for_readers_in_the_middle_of_a_pull():
+def test_the_last_versions_stay_for_followers_in_the_middle_of_a_pull():
     registry = WeightRegistry(keep_versions=2)
     buckets: list[weakref.ref[Handle]] = []
 
@@ -85,7 +85,7 @@ def test_fallbacks_and_engine_warnings_are_reported_without_being_faults():
     ]
 
 
-def test_skew_counts_only_readers_with_a_version():
+def test_skew_counts_only_followers_with_a_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         registry.add_manifest(make_manifest(6))
@@ -114,7 +114,7 @@ def test_critics_count_for_bytes_but_not_for_pauses():
     }
 
 
-def test_a_reader_that_failed_verification_gets_the_republished_version():
+def test_a_follower_that_failed_verification_gets_the_republished_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         for version in (3, 4, 4):
@@ -165,7 +165,7 @@ async def test_a_version_never_goes_backwards(version: int):
     assert served.version == 3
 
 
-def test_a_reader_that_was_removed_gets_no_version():
+def test_a_follower_that_was_removed_gets_no_version():
     async def scenario() -> None:
         registry = WeightRegistry(keep_versions=2)
         dead = asyncio.create_task(registry.wait_for_newer("dead", FollowerState(-1), wait_s=20.0))

@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A published model: role, bytes per version, and number of readers."""
+    """A published model: role, bytes per version, and number of followers."""
 
     role: str
     num_bytes: int
-    num_readers: int
+    num_followers: int
 
 
 @dataclass(frozen=True)
 class TransportFacts:
     """Facts about a cluster and a run that decide the transport.
 
-    num_nodes: nodes that may hold publishers or readers.
+    num_nodes: nodes that may hold publishers or followers.
     max_staleness: largest staleness of a trained token, in versions.
     shm_bytes: bytes of /dev/shm on the publishers' node that versions may take: what is free, less
       what Ray's object store may still claim.
@@ -72,11 +72,11 @@ class TransportFacts:
     def count_versions(self, model: PublishedModel, config: WeightsConfig) -> int:
         """Return the most versions of a model that exist at once in shared memory.
 
-        These are the versions kept, the one being written, and those that readers still hold: one
-        each, of at most max_staleness + 1 versions, as a reader further behind samples tokens that
-        are too stale to train.
+        These are the versions kept, the one being written, and those that followers still hold:
+        one each, of at most max_staleness + 1 versions, as a follower further behind samples tokens
+        that are too stale to train.
         """
-        return config.keep_versions + 1 + min(model.num_readers, self.max_staleness + 1)
+        return config.keep_versions + 1 + min(model.num_followers, self.max_staleness + 1)
 
 
 def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str, str]:
@@ -116,7 +116,7 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
 def _describe_spilling(config: WeightsConfig, facts: TransportFacts, transport: str) -> str:
     """Return a sum if versions and the queue may exceed a node's object store; else empty.
 
-    The collective transport copies a version of every model to the store when readers change.
+    The collective transport copies a version of every model to the store when followers change.
     """
     stored = {
         model: config.keep_versions + 1
@@ -228,13 +228,13 @@ def _list_published_models(
     Models are the trained tensors of each role, and the EMA reference. The policy of hybrid workers
     is not published through a transport.
     """
-    readers: Counter[str] = Counter()
+    followers: Counter[str] = Counter()
     is_hybrid = config.placement.is_hybrid
     for demand in demands:
         if is_hybrid and demand.role == GENERATE_CALL.role:
             continue
         for role in {call.followed_role for call in demand.calls if call.followed_role}:
-            readers[role] += demand.count
+            followers[role] += demand.count
     sizes = {}
     for role in config.dataflow.trained_roles:
         trainer = config.get_trainer_config(role)
@@ -245,7 +245,7 @@ def _list_published_models(
             sizes[EMA_REFERENCE] = elements * torch.float32.itemsize if keeps_ema else sizes[role]
     if is_hybrid:
         del sizes[POLICY]
-    return tuple(PublishedModel(role, size, readers[role]) for role, size in sizes.items())
+    return tuple(PublishedModel(role, size, followers[role]) for role, size in sizes.items())
 
 
 def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":

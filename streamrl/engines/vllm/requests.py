@@ -1,4 +1,4 @@
-"""Arguments and results of a vLLM engine, and its import; the module itself loads no vLLM."""
+"""Arguments and results of a vLLM engine, its import and deadlines; loads no vLLM itself."""
 
 import asyncio
 import logging

@@ -149,7 +149,7 @@ class WeightLoader:
             self._bound_parameters = bind_parameters(self._model, parameters, model_path)
         self._num_checked = 0
         self._load_check: LoadCheck | None = None
-        if not self._bound_parameters:
+        if not self._bound_parameters and engine.model_config.quantization is None:
             merged = get_merged_modules(self._model)
             self._load_check = LoadCheck(self._model, load_stored_weights(model_path), merged)
 

@@ -1,5 +1,6 @@
 """Answers in completions: patterns with a deadline, and checks of the ground truth."""
 
+import threading
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,8 @@ from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 #: Deadline of a regular expression on a text: nested repeats can backtrack for exponential time.
 SEARCH_TIMEOUT_S = 0.5
+#: One search at a time: `regex` counts CPU time of the whole process as the search's own.
+_SEARCH_LOCK = threading.Lock()
 
 
 class PatternTimeoutError(RewardError):
@@ -50,9 +53,10 @@ class AnswerPattern:
 
     def _find_matches(self, text: str, limit: int | None) -> list["regex.Match[str]"]:
         try:
-            # concurrent=True releases the GIL during the search.
-            matches = self._regex.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
-            return list(islice(matches, limit))
+            with _SEARCH_LOCK:
+                # concurrent=True releases the GIL during the search.
+                matches = self._regex.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
+                return list(islice(matches, limit))
         except TimeoutError as error:
             raise PatternTimeoutError(
                 f"pattern {self._regex.pattern} took more than {SEARCH_TIMEOUT_S} s on a "

@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.reward import RewardSpec, WorkerOptions, WorkerReward
 from streamrl.user_code.reward_function import FunctionCallSpec, FunctionSource
@@ -33,6 +34,8 @@ class FunctionReward(WorkerReward):
 
     def __init__(self, spec: RewardSpec[FunctionOptions]) -> None:
         options = spec.options
+        if not options.path:
+            raise ConfigError("rewards.path: missing")
         kwargs = tuple(options.kwargs.items())
         source = FunctionSource(options.path, options.function or spec.name, kwargs)
         super().__init__("streamrl.user_code.reward_function:make_reward_handler", source, spec)

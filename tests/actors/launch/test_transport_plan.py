@@ -57,7 +57,7 @@ def demands_of(config: RunConfig) -> list[ResourceDemand]:
 def count_published(config: RunConfig) -> dict[str, tuple[int, int]]:
     """Return the bytes of a version and the readers of each published model."""
     models = transport_plan._list_published_models(config, demands_of(config))
-    return {model.role: (model.num_bytes, model.num_readers) for model in models}
+    return {model.role: (model.num_bytes, model.num_followers) for model in models}
 
 
 MOVING = ["algorithm.kl_coef=0.1", "reference.every=1"]
@@ -126,8 +126,8 @@ def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
     assert plan_transport(config, demands_of(config), token="t").max_bytes == {"policy": 100 * MB}
 
 
-MODEL_32B = PublishedModel("policy", num_bytes=61 * 10**9, num_readers=4)
-CRITIC = PublishedModel("critic", num_bytes=10**9, num_readers=1)
+MODEL_32B = PublishedModel("policy", num_bytes=61 * 10**9, num_followers=4)
+CRITIC = PublishedModel("critic", num_bytes=10**9, num_followers=1)
 ONE_NODE = TransportFacts(1, (MODEL_32B, CRITIC), 0, shm_bytes=10**12, node_store_bytes=10**12)
 TWO_NODES = replace(ONE_NODE, num_nodes=2)
 ON_GPUS = replace(TWO_NODES, has_gpus=True)
@@ -220,6 +220,6 @@ def test_lagging_versions_are_bounded_by_readers_and_max_staleness(
 
 
 def test_published_models_share_the_memory_by_need():
-    models = (PublishedModel("policy", 100, num_readers=2), PublishedModel("critic", 50, 1))
+    models = (PublishedModel("policy", 100, num_followers=2), PublishedModel("critic", 50, 1))
     facts = replace(ONE_NODE, models=models, max_staleness=1, shm_bytes=1400)
     assert divide_shared_memory(WeightsConfig(), facts) == {"policy": 1000, "critic": 400}

@@ -1,6 +1,7 @@
 """Rules that score answers: patterns and numbers, and matchers of mathematics."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from inspect import signature
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError, RewardError
+from streamrl.rewards.interface.answers import AnswerPattern
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import RewardSpec
 from streamrl.rewards.kinds import math_answers
@@ -109,6 +111,13 @@ async def test_a_search_timeout_affects_only_its_completion():
     assert (slow.score, slow.outcome, slow.answer) == (0.0, RewardOutcome.TIMEOUT, None)
     assert slow.detail.endswith("took more than 0.5 s on a completion of 41 characters")
     assert (right.score, right.outcome) == (1.0, RewardOutcome.PASS)
+
+
+def test_concurrent_searches_do_not_use_up_the_time_of_each_other():
+    pattern = AnswerPattern(r"(?s)```\n(.*?)\n```\s*$")
+    text = "```\nprint(1)\n```\n" * 600 + "end"
+    with ThreadPoolExecutor(16) as threads:
+        assert [*threads.map(pattern.find_last, [text] * 16)] == [None] * 16
 
 
 def test_an_invalid_pattern_is_refused_at_start():
