@@ -222,7 +222,7 @@ async def test_rewards_are_built_from_their_config(tmp_path):
         ([], "rewards: empty"),
         ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* nearest kind is numeric"),
         ([{"kind": "function"}], r"rewards\[0\].path: missing"),
-        ([{"kind": "function", "path": ""}], r"rewards\[0\].path: missing"),
+        ([{"kind": "function", "options": {"path": ""}}], r"rewards\[0\].path: missing"),
         (
             [{"kind": "exact", "options": {"wieght": 2}}],
             r"rewards\[0\].wieght=2: not an option of .*; the nearest key is weight",
