@@ -34,6 +34,7 @@ from streamrl.weights.versions import (
     WeightFault,
     WeightRegistry,
 )
+from tests.fakes import LocalChannel
 from tests.stream.test_weight_publisher import Source
 from tests.virtual_time import in_virtual_time
 
@@ -57,7 +58,7 @@ class Engine:
         return [np.full(len(ids), self.logprob, np.float32) for ids in sequences]
 
 
-class Channel:
+class Channel(LocalChannel):
     """Channel on a local registry, whose faults are recorded with their times.
 
     faults: number of the first fetches of a version that fail, by version.
@@ -68,15 +69,13 @@ class Channel:
     def __init__(self, faults: Mapping[int, int] | None = None) -> None:
         self.reported: list[tuple[float, str, str, WeightFault]] = []
         self.registry = WeightRegistry(keep_versions=2, on_fault=self._note_fault)
+        super().__init__(self.registry, "generator-0")
         self.faults = dict(faults or {})
         self.overwritten, self.is_stored = -1, True
         self.tries: list[tuple[float, int]] = []
 
     def _note_fault(self, kind: str, reader: str, fault: WeightFault) -> None:
         self.reported.append((asyncio.get_running_loop().time(), kind, reader, fault))
-
-    async def wait_for_newer(self, held: FollowerState, *, wait_s: float) -> WeightManifest | None:
-        return await self.registry.wait_for_newer("generator-0", held, wait_s=wait_s)
 
     async def fetch_weights(self, manifest: WeightManifest) -> FetchedWeights:
         version = manifest.version

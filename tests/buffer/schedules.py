@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from streamrl.buffer import QueueShard
-from streamrl.buffer.group import GroupState, ShardState
+from streamrl.buffer.encoding import join_pieces
+from streamrl.buffer.group import GroupState, ShardState, StageColumns, read_blob
 from streamrl.errors import DeadlineError
 from streamrl.messages import Columns, Experience, FilteredGroup, GroupLease
 from tests.buffer.shards import WITH_A_GREEDY_ONE, admit, put, rollouts, take
@@ -171,6 +172,14 @@ def make_columns(lease: GroupLease, rng: random.Random) -> Columns:
     names = {"reward": "scores", "baseline": "baseline_scores", "reference": "ref_logprobs"}
     size = 10 if lease.stage == "reference" else 2
     return {names[lease.stage]: np.full(size, rng.random(), np.float32)}
+
+
+def in_memory(stage_columns: StageColumns) -> bytes:
+    return join_pieces(stage_columns.data)
+
+
+def on_disk(stage_columns: StageColumns) -> bytes:
+    return join_pieces(read_blob(stage_columns))
 
 
 def facts(

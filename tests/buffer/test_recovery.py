@@ -17,7 +17,7 @@ from streamrl.buffer.durable_shard import (
     write_snapshot,
 )
 from streamrl.buffer.encoding import decode_columns, join_pieces
-from streamrl.buffer.group import ShardState, StageColumns, read_blob
+from streamrl.buffer.group import ShardState
 from streamrl.buffer.journal import (
     CorruptRecord,
     Journal,
@@ -29,7 +29,7 @@ from streamrl.buffer.journal import (
 )
 from streamrl.errors import JournalError
 from tests import fake_shards
-from tests.buffer.schedules import Life, facts, moves
+from tests.buffer.schedules import Life, facts, in_memory, moves, on_disk
 from tests.buffer.shards import (
     MAX_ATTEMPTS,
     WITH_A_GREEDY_ONE,
@@ -43,14 +43,6 @@ from tests.fake_shards import MemoryLog
 from tests.virtual_time import in_virtual_time
 
 TIGHT: dict[str, Any] = {"bounds": ShardCapacity(1000)}
-
-
-def in_memory(stage_columns: StageColumns) -> bytes:
-    return join_pieces(stage_columns.data)
-
-
-def on_disk(stage_columns: StageColumns) -> bytes:
-    return join_pieces(read_blob(stage_columns))
 
 
 # In memory, on a virtual clock: a kill loses records of append_nowait

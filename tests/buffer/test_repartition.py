@@ -1,7 +1,6 @@
 """Repartition: accepted groups move to the shard of their uid's hash."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ from streamrl.buffer.durable_shard import (
     repartition_shards,
     write_snapshot,
 )
-from streamrl.buffer.encoding import get_shard_index, join_pieces
-from streamrl.buffer.group import ShardState, StageColumns, make_finish_record, read_blob
+from streamrl.buffer.encoding import get_shard_index
+from streamrl.buffer.group import ShardState, make_finish_record
 from streamrl.buffer.journal import Journal, JournalConfig, get_segment_path
 from streamrl.messages import GroupOutcome
+from tests.buffer import schedules
+from tests.buffer.schedules import on_disk
 from tests.buffer.shards import STAGES, admit, make_shard, put, rollouts, take
 
 UIDS = [f"0:{i}:0" for i in range(12)]
@@ -43,25 +44,14 @@ async def live(journal: Path, base: Path, uids: list[str]) -> SnapshotBase:
     return SnapshotBase(base, cut)
 
 
-def _columns(stage_columns: Mapping[str, StageColumns]) -> Iterator[tuple[str, bytes]]:
-    yield from (
-        (stage, join_pieces(read_blob(columns))) for stage, columns in stage_columns.items()
-    )
-
-
 def facts(state: ShardState) -> dict[str, Any]:
     """Return the durable fields of all groups, removed groups included."""
-    groups = {
-        uid: (
-            *(group.prompt, group.admitted_version, group.outcome, group.ready_version),
-            *_columns(group.stage_columns),
-        )
-        for uid, group in state.groups.items()
-    }
     removed = {
-        uid: tuple(_columns(stage_columns)) for uid, stage_columns in state.retired_groups.items()
+        f"removed {uid}": {stage: on_disk(columns) for stage, columns in stage_columns.items()}
+        for uid, stage_columns in state.retired_groups.items()
     }
-    return {**groups, **{f"removed {uid}": columns for uid, columns in removed.items()}}
+    groups = schedules.facts(state, on_disk, leases=False)["groups"]
+    return removed | {uid: fields for uid, *fields in groups}
 
 
 @pytest.mark.parametrize(("shards_before", "shards_after"), [(2, 3), (3, 1), (1, 2)])

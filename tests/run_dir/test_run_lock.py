@@ -74,6 +74,7 @@ def test_a_second_owner_is_refused_with_the_owners_start_host_and_pid(tmp_path: 
         started = time.monotonic()
         acquire_run_lock(tmp_path).release()
         assert time.monotonic() - started < 1, "a dead owner is detected at once"
+        assert read_owner(tmp_path) is None
 
 
 def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path):
@@ -93,14 +94,6 @@ def test_a_fork_neither_keeps_nor_releases_the_owners_lock(tmp_path: Path):
     result = subprocess.run(words, capture_output=True, text=True, check=False)
     assert result.returncode and f"pid {os.getpid()}" in result.stderr
     lock.release()
-
-
-def test_the_directory_of_a_dead_owner_is_free(tmp_path: Path):
-    acquire_run_lock(tmp_path).release()
-    assert read_owner(tmp_path) is None
-    with lock_for_reading(tmp_path):
-        pass
-    acquire_run_lock(tmp_path).release()
 
 
 def test_a_read_lock_keeps_owners_out_and_writes_nothing(tmp_path: Path):

@@ -13,13 +13,11 @@ import pytest
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.dataflow import CRITIC, POLICY, Dataflow
 from streamrl.messages import (
-    Array,
     Columns,
     Experience,
     Prompt,
     rollouts_to_columns,
 )
-from streamrl.pipeline import hold_devices_per_group
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.stage_timings import StageTimings, WeightsTiming
 from streamrl.planner.problem.workload import Workload
@@ -28,12 +26,12 @@ from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 from streamrl.planner.simulator.simulated_prompts import CompletionLengths
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.device_lease import DedicatedDeviceLease
-from streamrl.stream.protocols import FinishedCallback, SampleFunction, StageContext
+from streamrl.stream.protocols import FinishedCallback, StageContext
 from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult
 from streamrl.weights import WeightLoadStats, WeightManifest
 from tests import fake_stream
 from tests.fake_stream import Stream, dataflow_of, run_stream
-from tests.fakes import Plan
+from tests.fakes import FakeGenerator, FakeScorer, Plan
 from tests.rollouts import make_rollout
 
 PROMPT_TOKENS = 3
@@ -141,10 +139,11 @@ class SampledGroup:
     slots: ConcurrencyLimit
 
 
-class TimedGenerator:
+class TimedGenerator(FakeGenerator):
     """Simulated engine behind the interface of a real generator."""
 
     def __init__(self, case: AgreementCase, completions: CompletionLengths) -> None:
+        super().__init__(case.plan, random.Random(), Counter())
         self._active_groups: list[SampledGroup] = []
         # Each group has its own limit without free slots, so that every finished rollout is an
         # event.
@@ -157,18 +156,8 @@ class TimedGenerator:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def stages(self) -> Mapping[str, SampleFunction]:
-        return {"generate": self._group}
-
-    def make_sample_function(self, stage: StageContext) -> SampleFunction:
-        return hold_devices_per_group(stage, self.stages[stage.name])
-
-    async def read_partials(self) -> Mapping[str, Columns]:
-        return {}
-
-    async def _group(
-        self, prompt: Prompt, partial_rollouts: Columns | None, finished: FinishedCallback
+    async def group(
+        self, prompt: Prompt, partials: Columns | None, finished: FinishedCallback
     ) -> Columns:
         lengths = self._completions.get_lengths(prompt.uid)
         group = SampledGroup(self._loop.create_future(), finished, ConcurrencyLimit(0))
@@ -216,24 +205,18 @@ class TimedGenerator:
         await asyncio.sleep(until - self._loop.time())
         return WeightLoadStats()
 
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
-        pass
 
-
-class TimedScorer:
+class TimedScorer(FakeScorer):
     """Scorer that scores one batch at a time."""
 
     def __init__(self, case: AgreementCase, stage: str) -> None:
+        super().__init__(case.plan, random.Random(), stage)
         self._case = case
-        self._stage = stage
         self._lock = asyncio.Lock()
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> WeightLoadStats:
         await asyncio.sleep(self._case.weights(self._stage).pause_s)
         return WeightLoadStats()
-
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
-        pass
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         lengths = [int(n) for e in experiences for n in e.columns["lengths"]]
