@@ -156,7 +156,6 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
     results["norms"].append(backend.update(divisor=40.0, lr=LR))
     results["unchanged"] = all(full_state[n].equal(tensor) for n, tensor in backend.full_state())
     shards = list(backend.iter_shards())
-    results["rows"] = {name: len(tensor) for name, tensor, _ in shards}
     results["misplaced"] = find_misplaced(backend, full_state)
     results["kept_bytes"] = sum(tensor.nbytes for _, tensor, _ in shards)
     blocks = [tensor.untyped_storage() for _, tensor, _ in shards]

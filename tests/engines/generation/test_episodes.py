@@ -19,15 +19,7 @@ from streamrl.environments.episodes.driver import EpisodeDriver
 from streamrl.environments.interface import EnvironmentStep, Message, ResetResult, ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
-from streamrl.messages import (
-    Array,
-    FinishReason,
-    Prompt,
-    Rollout,
-    TokenSource,
-    columns_to_rollouts,
-    split_token_column,
-)
+from streamrl.messages import Columns, FinishReason, Prompt, TokenSource, columns_to_rollouts
 from tests.engines.flight import CONCURRENT, WIDE, Engines, Flight, start_flight
 from tests.engines.tiny_qwen import bias_token, tiny_model, worst_error
 from tests.environments.episodes.scripted import ScriptedHosts, ScriptedSession, no_lease
@@ -55,21 +47,6 @@ TOOLS = (
         "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
     },
 )
-
-
-@dataclass
-class EpisodeRecord:
-    """Finished episode. turns: where the sampled tokens of each turn are."""
-
-    rollout: Rollout
-    turns: list[slice]
-
-
-def find_turns(source: Array) -> list[slice]:
-    """Return where the sampled tokens of each turn are, from a code of TokenSource for each."""
-    is_sampled = np.concatenate([[False], source == TokenSource.SAMPLED, [False]])
-    edges = np.flatnonzero(is_sampled[1:] != is_sampled[:-1]).tolist()
-    return [slice(*pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def make_text(rng: random.Random) -> str:
@@ -103,7 +80,7 @@ class EpisodeRunner:
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         return self.renderer.tokenizer
 
-    async def run_group(self, seed: int) -> list[EpisodeRecord]:
+    async def run_group(self, seed: int) -> Columns:
         """Run a group of a random prompt under random limits."""
         rng = random.Random(seed)
         config = EnvironmentConfig(
@@ -125,14 +102,7 @@ class EpisodeRunner:
         messages = [{"role": "user", "content": f"Question {seed}"}]
         prompt = Prompt(f"0:{seed}:0", self.renderer.render_prompt(messages), messages)
         seeds = range(seed * GROUP_SIZE, (seed + 1) * GROUP_SIZE)
-        columns = await driver.run_group(prompt, seeds=seeds, environment_seed=0, compute=no_lease)
-        sources = split_token_column(columns["token_source"], columns["lengths"])
-        rows = zip(columns_to_rollouts(columns), sources, strict=True)
-        return [EpisodeRecord(rollout, find_turns(source)) for rollout, source in rows]
-
-    async def run_groups(self, seeds: Sequence[int]) -> list[EpisodeRecord]:
-        groups = await asyncio.gather(*(self.run_group(seed) for seed in seeds))
-        return [episode for group in groups for episode in group]
+        return await driver.run_group(prompt, seeds=seeds, environment_seed=0, compute=no_lease)
 
 
 def make_chat_model(tokenizer: "PreTrainedTokenizerBase", seed: int) -> Qwen2ForCausalLM:
@@ -167,23 +137,21 @@ async def test_episodes_of_random_environments_are_trained_on_what_was_sampled(
 ):
     """Tokens have the logprobs of a forward pass over the whole episode by their version."""
     flight, first = runner.flight, max(runner.flight.models)
-    running = asyncio.create_task(runner.run_groups(range(60)))
+    running = asyncio.gather(*map(runner.run_group, range(60)))
     for seed in (2, 3):
         await flight.wait_for_steps(15)
         await flight.load(make_chat_model(runner.tokenizer, seed=seed))
-    episodes = await running
-    assert {episode.rollout.finish_reason for episode in episodes} == {
+    rollouts = []
+    for columns in await running:
+        assert np.array_equal(columns["loss_mask"], columns["token_source"] == TokenSource.SAMPLED)
+        rollouts += columns_to_rollouts(columns)
+    assert {rollout.finish_reason for rollout in rollouts} == {
         *(FinishReason.STOP, FinishReason.LENGTH, FinishReason.TURNS, FinishReason.TOKENS)
     }
     versions_seen = set()
-    for episode in episodes:
-        rollout = episode.rollout
-        is_sampled = np.zeros(len(rollout.token_ids), np.bool_)
-        for turn in episode.turns:
-            is_sampled[turn] = True
-        assert np.array_equal(rollout.loss_mask, is_sampled)
-        versions = rollout.policy_version[is_sampled]
+    for rollout in rollouts:
+        versions = rollout.policy_version[rollout.loss_mask]
         assert (np.diff(versions) >= 0).all(), "versions only rise"
         versions_seen.add(tuple(np.unique(versions).tolist()))
     assert (first, first + 1, first + 2) in versions_seen
-    assert worst_error([episode.rollout for episode in episodes], flight.models) < 1e-4
+    assert worst_error(rollouts, flight.models) < 1e-4

@@ -39,30 +39,19 @@ def test_a_peak_is_attributed_to_its_phase_and_the_larger_one_kept():
 
 
 FREED = """
-import contextlib
-import sys
-import torch
-from streamrl.engines.memory.peak_memory import (
-    PROC_STATUS, keep_heap_compact, release_large_blocks_eagerly
-)
+import contextlib, sys
+import psutil, torch
+from streamrl.engines.memory.peak_memory import keep_heap_compact, release_large_blocks_eagerly
 
-def allocate():
-    global last
+if sys.argv[1] == "eager":
+    release_large_blocks_eagerly()
+with keep_heap_compact() if sys.argv[1] == "compact" else contextlib.nullcontext():
     for _ in range(2):
         # The second time the allocator has learned of the first.
         held = [torch.ones(8 << 18) for _ in range(20)]
         last = [torch.ones(1 << 10) for _ in range(2000)]
         del held
-
-if "eager" in sys.argv[1]:
-    release_large_blocks_eagerly()
-with keep_heap_compact() if "compact" in sys.argv[1] else contextlib.nullcontext():
-    if "after" not in sys.argv[1]:
-        allocate()
-if "after" in sys.argv[1]:
-    allocate()
-status = PROC_STATUS.read_text().splitlines()
-print(next(line for line in status if line.startswith("VmRSS")).split()[1])
+print(psutil.Process().memory_info().rss >> 20)
 """
 
 
@@ -70,9 +59,8 @@ print(next(line for line in status if line.startswith("VmRSS")).split()[1])
 def test_large_blocks_are_returned_when_freed():
     def measure_resident_mb(how: str) -> int:
         words = [sys.executable, "-c", FREED, how]
-        return int(subprocess.run(words, capture_output=True, check=True).stdout) // 1024
+        return int(subprocess.run(words, capture_output=True, check=True).stdout)
 
     default = measure_resident_mb("default")
-    for how in ("eager", "compact", "after eager compact"):
-        assert default - measure_resident_mb(how) > 100
-    assert measure_resident_mb("after compact") > default - 50
+    assert default - measure_resident_mb("eager") > 100
+    assert default - measure_resident_mb("compact") > 100

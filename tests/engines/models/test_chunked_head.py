@@ -30,10 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512},
     "phi": {},
     # Outputs, a decoder and attributes of the base that the code behind the head reads.
-    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
-    "opt": {"ffn_dim": 160, "word_embed_proj_dim": 128},
     "gemma4_text": {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
     # The output head is no child beside a base, so all logits are scored.
     "llama4_text": {"num_local_experts": 2, "head_dim": 32, "intermediate_size_mlp": 96},
 }

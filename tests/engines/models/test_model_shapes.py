@@ -56,19 +56,9 @@ def test_shape_of_a_directory_equals_the_model_of_transformers(
     assert load_model_shape(str(tmp_path / "config.json")).num_params == model.num_parameters()
 
 
-def test_unknown_model_error_suggests_the_nearest_name(tmp_path: Path):
+def test_unknown_model_error_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"llama-7c: neither a known model name.*llama-7b"):
         load_model_shape("llama-7c")
-    broken = tmp_path / "config.json"
-    broken.write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        load_model_shape(str(tmp_path))
-    broken.write_text(json.dumps({"hidden_size": 8}))
-    with pytest.raises(ConfigError, match="num_attention_heads is missing"):
-        load_model_shape(str(tmp_path))
-    broken.write_text("[]")
-    with pytest.raises(ConfigError, match="must be a JSON object"):
-        load_model_shape(str(tmp_path))
 
 
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
@@ -77,6 +67,8 @@ WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ([], "must be a JSON object"),
+        ({"hidden_size": 8}, "num_attention_heads is missing"),
         ({"text_config": {}}, "text_config: hidden_size is missing; a config.json with a language"),
         ({**WIDTHS, "num_attention_heads": 0}, "heads=0: must be at least 1"),
         ({**WIDTHS, "num_hidden_layers": 10**6}, "layers=1000000: must be at most 10000"),
@@ -86,7 +78,7 @@ WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "
         ({**WIDTHS, "num_experts": 8, "num_experts_per_tok": 9}, "from 1 to the 8 experts"),
     ],
 )
-def test_impossible_sizes_are_refused(settings: dict[str, object], message: str, tmp_path: Path):
+def test_impossible_sizes_are_refused(settings: object, message: str, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=message):
         load_model_shape(str(tmp_path))

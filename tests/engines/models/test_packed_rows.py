@@ -19,7 +19,7 @@ from streamrl.engines.models.packed_rows import (
 )
 from streamrl.errors import StreamError
 from tests.engines.models.test_chunked_head import FAMILIES, collect_gradients, make_model, weigh
-from tests.engines.test_architectures import SLOW, VOCABULARY
+from tests.engines.test_architectures import COMMON, SLOW, VOCABULARY
 
 TEMPERATURE = 0.7
 LENGTHS = (3, 24, 1, 9)
@@ -114,9 +114,6 @@ def test_the_model_computes_no_padding(qwen: PreTrainedModel):
     ("family", "changes", "reason"),
     [
         *((family, {}, reason) for family, reason in PADDED.items()),
-        ("mamba", {}, "state from token to token"),
-        ("qwen3_next", {}, "state from token to token"),
-        ("bamba", {}, "state from token to token"),
         (
             "lfm2",
             {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
@@ -139,17 +136,7 @@ def test_families_that_mix_the_tokens_of_rows_are_padded(
 
 def test_layers_that_drop_the_bounds_of_rows_raise_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packed_rows, "DROPPING_FAMILIES", ())
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(
-            "nemotron",
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            vocab_size=VOCABULARY,
-        )
-    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron", **COMMON))
     with pytest.raises(StreamError, match=r"set trainer\.attention=eager"):
         score(pack(model), *make_rows(LENGTHS))
 

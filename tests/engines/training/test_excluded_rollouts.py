@@ -8,11 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.adaptive_params import AdaptiveParams
-from streamrl.engines.training.collate import derive_columns
-from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.messages import TRUNCATIONS, Columns, FinishReason
+from streamrl.messages import FinishReason
 from streamrl.stream.step_metrics import compute_score_metrics
 from tests.engines.split_episodes import make_episode, make_groups
 from tests.engines.training.test_samples import every_config, make_settings, train
@@ -73,20 +70,3 @@ def test_an_excluded_rollout_changes_nothing_and_could_be_absent(config, seed):
         moved = trained.gradients[trained.gradients != 0]
         torch.testing.assert_close(moved, expected.gradients[expected.gradients != 0])
         assert numbers == pytest.approx(expected_numbers, rel=1e-5, abs=1e-5)
-
-
-@pytest.mark.parametrize("reason", TRUNCATIONS)
-def test_a_masked_truncated_rollout_counts_in_the_statistics(reason):
-    config = AlgorithmConfig(name="dr_grpo", mask_truncated=True)
-    reasons = [FinishReason.STOP.value, reason.value, *[FinishReason.STOP.value] * 2]
-    group: Columns = {
-        "scores": np.array([1, 1, 0, 0], np.float32),
-        "finish_reason": np.array(reasons, np.int8),
-        "lengths": np.full(4, 2, np.int32),
-        "loss_mask": np.ones(8, np.bool_),
-    }
-    derived = derive_columns(config.spec, make_settings(config, {"a": group}), {"a": group})["a"]
-    assert derived["advantages"].tolist() == [0.5, 0.5, -0.5, -0.5]
-    assert derived["loss_mask"].tolist() == [True, True, False, False, True, True, True, True]
-    sums = sum_rollouts({"a": group}, [("a", i) for i in range(4)], {"a": derived})
-    assert compute_score_metrics(sums)["reward/mean"] == 0.5

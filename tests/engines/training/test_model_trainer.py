@@ -180,6 +180,8 @@ def test_a_two_headed_model_learns_both_losses_on_any_number_of_ranks(results, f
         folder / f"{shared}-{layout.label}", output_loading_info=True
     )
     assert not info["unexpected_keys"], "a generator loads the policy and nothing else"
+    tokenizer = AutoTokenizer.from_pretrained(folder / f"{shared}-{layout.label}")
+    assert tokenizer.eos_token == "t2"
     policy = {n: value for n, value in cases[0]["parameters"].items() if "score" not in n}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     assert measure_max_difference(parameters, policy) == 0
@@ -324,17 +326,6 @@ def test_resume_restores_the_master_weights_of_any_stage(results, stage):
         assert num_updates == 2
 
 
-@parametrize_layouts(
-    "save_and_resume", on=[layout for layout in SAVED if layout.zero_stage in (1, 3)], quick=[TWO]
-)
-def test_a_saved_policy_is_a_hugging_face_model(results, folder, layout):
-    saved = folder / f"{layout.label}-model"
-    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    assert measure_max_difference(results[f"model/{layout.label}"][0], parameters) == 0
-    assert AutoTokenizer.from_pretrained(saved).eos_token == "t2"
-
-
 @parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])
 def test_steps_without_tokens_or_with_a_non_finite_gradient_skip_the_update(results, layout):
     """The learning rate follows the steps: two of two updates each, in a warm-up of four."""
@@ -361,12 +352,10 @@ def test_recomputing_activations_does_not_change_the_update(results, expected, l
 @pytest.mark.slow
 @pytest.mark.ranks(OTHER_SETTINGS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_in_host_memory_makes_the_same_update(results, expected, stage):
-    (case,) = results[f"offloaded/{stage}"]
-    assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
-    assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
-    ((first, resumed),) = results[f"offloaded resume/{stage}"]
-    assert all(torch.equal(first[name], resumed[name]) for name in first)
+def test_an_optimizer_in_host_memory_makes_the_same_updates(results, expected, stage):
+    ((first, resumed),) = results[f"offloaded/{stage}"]
+    assert measure_max_difference(first, expected[1]) < 1e-6
+    assert measure_max_difference(resumed, first) == 0
 
 
 @pytest.mark.slow
@@ -434,7 +423,6 @@ SPLIT_RANKS = {"tensor_parallel": 2, "backend": "torch"}
     [
         ({"lr_min": 1e-7}, "lr_min=1e-07: lr_schedule=constant does not fall"),
         ({"lr_min": 1.0, "lr_schedule": "cosine"}, "lr_min=1.0: must be below lr=1e-06"),
-        ({"lr_decay_steps": 2}, "lr_decay_steps=2: lr_schedule=constant does not fall"),
         ({"tensor_parallel": 2, "world_size": 2}, "tensor_parallel=2: needs backend=torch"),
         ({**SPLIT_RANKS, "world_size": 3}, "tensor_parallel=2: must divide world_size=3"),
         (

@@ -88,7 +88,6 @@ def check_case(model: str, generator: dict[str, Any], max_length: int) -> dict[s
         "graph_mode": built.compilation_config.cudagraph_mode.name,
         "prefix_caching": built.cache_config.enable_prefix_caching,
         "dtype": str(built.model_config.dtype).removeprefix("torch."),
-        "max_length": built.model_config.max_model_len,
         "sleep_mode": built.model_config.enable_sleep_mode,
         "ranks": built.parallel_config.world_size,
     }
