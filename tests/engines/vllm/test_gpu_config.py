@@ -30,10 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared GPU": ({"kv_cache_mb": 1024}, {"sleep_mode": True}),
     "tensor parallel 8": ({"tensor_parallel": 8}, {"ranks": 8}),
     "float32": ({"dtype": "float32"}, {"dtype": "float32"}),
-    **{
-        name: (vars(load_config(ROOT / "configs" / f"{name}.yaml").generator), {})
-        for name in RECIPES
-    },
+    **{path.stem: (vars(load_config(path).generator), {}) for path in RECIPES},
 }
 
 
