@@ -36,6 +36,8 @@ def test_each_file_has_its_own_options():
     first, second = DataConfig(train=train).train_files
     assert (first.prompt_key, second.prompt_key, second.label_key) == ("prompt", "input", "label")
     assert second.name == "b_test"
+    earlier = {"kind": "file", "path": "a.jsonl"}  # in directories of earlier runs
+    assert DataConfig(train=earlier).train_files[0].path == "a.jsonl"
 
 
 @pytest.mark.parametrize(

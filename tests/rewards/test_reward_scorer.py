@@ -98,14 +98,11 @@ async def test_a_rollout_without_an_environment_is_recorded_as_one_turn():
 
 
 async def test_logprobs_are_recorded_on_request_and_nothing_if_recording_is_off():
-    for recording, logprobs in ((RolloutConfig(logprobs=True), 2), (RolloutConfig(every=0), None)):
+    for recording, logprobs in ((RolloutConfig(logprobs=True), [2]), (RolloutConfig(every=0), [])):
         scorer = RewardScorer(one_reward(contains("b")), Letters(), accept_group, recording)
         await scorer.score([GROUP])
         recorded = scorer.drain_recorded()
-        if logprobs is None:
-            assert recorded == []
-        else:
-            assert len(recorded[0].rollouts[0].turns[1].logprobs) == logprobs
+        assert [len(group.rollouts[0].turns[1].logprobs) for group in recorded] == logprobs
 
 
 # Records of episodes: turns with the text, version and logprob of each sampled token.

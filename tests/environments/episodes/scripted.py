@@ -58,9 +58,10 @@ class TextFormat:
 
 @dataclass
 class ScriptedSampler:
-    """Samples `write(context, seed)`, a token per `token_s`, with the version served then."""
+    """Samples `write(context, seed)`, encoded, a token per `token_s`, with the version of then."""
 
     write: Callable[[str, int], str] = lambda context, seed: "a;"
+    encode: Callable[[str], list[int]] = lambda text: [ord(c) for c in text]
     token_s: float = 0.0
     paused_s: float = 0.0
     version: int = 0
@@ -76,19 +77,19 @@ class ScriptedSampler:
         self.contexts.append(context)
         self.num_running += 1
         self.max_running = max(self.max_running, self.num_running)
-        text, versions = self.write(context, seed)[:max_new_tokens], []
+        turn, versions = self.encode(self.write(context, seed))[:max_new_tokens], []
         try:
-            for _ in text:
+            for _ in turn:
                 await asyncio.sleep(self.token_s)
                 versions.append(self.version)
         finally:
             self.num_running -= 1
-        has_ended = bool(text) and ord(text[-1]) in stop_token_ids
+        has_ended = bool(turn) and turn[-1] in stop_token_ids
         return [
             Rollout.from_single_turn(
                 prompt_ids,
-                [ord(c) for c in text],
-                logprobs=[-0.5] * len(text),
+                turn,
+                logprobs=[-0.5] * len(turn),
                 versions=versions,
                 finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
             )

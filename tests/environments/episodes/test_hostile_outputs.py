@@ -3,7 +3,6 @@
 From the user's class through the driver into the tokens of the episode, with a BPE tokenizer.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ from streamrl.environments.tool_calls.call_formats import make_call_format
 from streamrl.messages import (
     FinishReason,
     Prompt,
-    Rollout,
     TokenSource,
     TurnOutcome,
     check_loss_mask,
@@ -31,7 +29,7 @@ from streamrl.messages import (
 from streamrl.user_code.pool.process import unpickle_response
 from streamrl.user_code.pool.worker import HEADER, pack_message
 from tests.bpe_tokenizer import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
-from tests.environments.episodes.scripted import run_group
+from tests.environments.episodes.scripted import ScriptedSampler, run_group
 
 TEMPLATE = Path(__file__).parents[1] / "rendering" / "templates" / "qwen2_5.jinja"
 CALL = '<tool_call>\n{"name": "work", "arguments": {}}\n</tool_call>'
@@ -68,29 +66,6 @@ class InProcessPool(EnvironmentHostPool):
         return received.result
 
 
-class WrittenTurns:
-    """Samples the given turns in order, each with the token that ends it."""
-
-    paused_s = 0.0
-
-    def __init__(self, renderer: TurnRenderer, turns: Sequence[str]) -> None:
-        self._renderer = renderer
-        self._turns = list(turns)
-
-    async def generate(self, prompt_ids, **options):
-        tokens = self._renderer.tokenizer(self._turns.pop(0), add_special_tokens=False)
-        turn = [*tokens["input_ids"], *self._renderer.closing_ids]
-        return [
-            Rollout.from_single_turn(
-                prompt_ids,
-                turn,
-                logprobs=[-1.0] * len(turn),
-                versions=[0] * len(turn),
-                finish_reason=FinishReason.STOP,
-            )
-        ]
-
-
 @pytest.fixture(scope="module")
 def renderer(bpe_tokenizer):
     return TurnRenderer(bpe_tokenizer, load_chat_template(str(TEMPLATE), bpe_tokenizer))
@@ -106,8 +81,14 @@ def run_episode(renderer, tmp_path, monkeypatch):
         path = tmp_path / "mine.py"
         path.write_text(source)
         config = EnvironmentConfig(str(path), **{"max_tokens": 200_000, **settings})
+        written = iter(turns)
+
+        def encode(text):
+            tokens = renderer.tokenizer(text, add_special_tokens=False)
+            return [*tokens["input_ids"], *renderer.closing_ids]
+
         driver = EpisodeDriver(
-            WrittenTurns(renderer, turns),
+            ScriptedSampler(lambda context, seed: next(written), encode),
             {"": InProcessPool(config)},
             renderer,
             make_call_format("hermes", renderer.tokenizer),

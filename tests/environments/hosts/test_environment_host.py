@@ -194,11 +194,15 @@ async def test_a_float_of_numpy_and_messages_pass_as_plain_data(open_session):
     assert type(result.reward) is float and result.reward == 0.5
 
 
-async def test_a_hanging_method_counts_until_it_returns(open_session):
-    source = make_turns("self.EVENT.wait(60)", before="EVENT = threading.Event()")
-    session = open_session(source, turn_timeout_s=0.5)
+@pytest.mark.parametrize("method", ["step", "close"])
+async def test_a_hanging_method_counts_until_it_returns(open_session, monkeypatch, method):
+    monkeypatch.setattr("streamrl.environments.hosts.user_environment.CLOSE_TIMEOUT_S", 0.2)
+    bodies = {"step": "return Turn('')", "close": "pass", method: "self.EVENT.wait(60)"}
+    before = f"EVENT = threading.Event()\n    def close(self): {bodies['close']}"
+    session = open_session(make_turns(bodies["step"], before=before), turn_timeout_s=0.5)
     await session.reset()
-    response = await session.step()
+    response = await (session.step() if method == "step" else session.close())
+    assert "no result in" in response.error
     assert response.is_timeout and response.num_hanging == 1
     session.host._class.class_object.EVENT.set()
     await session.wait_until_none_hangs()

@@ -284,11 +284,3 @@ async def test_only_chooses_tools_of_a_server_by_name():
     wrong = make_source(only=["sey"])
     with pytest.raises(ConfigError, match=r"only: sey: the server has no such tool; the nearest"):
         await wrong.list_tools(in_time())
-
-
-async def test_the_same_name_twice_is_refused():
-    entries = [ToolConfig("mcp", command=RAW_SERVER, only=["say"]) for _ in range(2)]
-    sources = environment_host.ToolSources(entries, (), max_reply_chars=9)
-    with pytest.raises(ConfigError, match=r"has a tool say, as has .*; rename one") as caught:
-        await sources.list_tools(in_time())
-    assert "\n" not in str(caught.value)

@@ -136,8 +136,11 @@ async def test_scores_do_not_depend_on_the_batch(path, started):
     assert await scores(unbatched) == pytest.approx(single_scores, abs=1e-5)
 
 
-async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(path, tmp_path, started):
-    unpadded = copy_with_config(path, tmp_path / "unpadded", pad_token_id=None)
+@pytest.mark.parametrize("pad_token_id", [None, -1])  # -1: the first LLaMA checkpoints
+async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(
+    path, tmp_path, started, pad_token_id
+):
+    unpadded = copy_with_config(path, tmp_path / "unpadded", pad_token_id=pad_token_id)
     config = RewardConfig("model", options={"path": str(unpadded)})
     rewards = build_rewards([config])
     (note,) = await rewards.run_preflight()
@@ -168,13 +171,6 @@ async def test_the_default_pass_score_is_logit_0_or_probability_one_half(
     least = min(result.score for result in logits)
     strict_results = await judged(await started(path, pass_score=math.nextafter(least, 99)))
     assert [result.outcome for result in strict_results].count(RewardOutcome.WRONG) == 1
-
-
-def test_an_invalid_padding_token_is_ignored(path, tmp_path):
-    assert read_classifier(path).pad_id == 0
-    # The first LLaMA checkpoints have this value.
-    negative = copy_with_config(path, tmp_path / "negative", pad_token_id=-1)
-    assert read_classifier(str(negative)).pad_id is None
 
 
 async def test_a_long_text_is_an_error_or_truncated_at_its_beginning(path, started):

@@ -124,18 +124,12 @@ async def test_workers_die_when_the_host_process_is_killed(tmp_path):
 
 
 async def test_a_worker_that_fails_to_load_raises_at_start_and_in_calls(pool, capfd):
-    for workers in (
-        pool("", target="tests.user_code.pool.nowhere:serve"),
-        pool(7, target=TARGET + "r"),
-    ):
-        with pytest.raises(WorkerCrashError, match="worker process exited with code 1"):
-            await workers.start()
-        with pytest.raises(WorkerCrashError, match="worker does not start: worker process"):
-            await workers.call(("square", 2))
-    error = capfd.readouterr().err
-    assert (
-        "No module named 'tests.user_code.pool.nowhere'" in error and "KeyError: 'server'" in error
-    )
+    workers = pool(target="tests.user_code.pool.nowhere:serve")
+    with pytest.raises(WorkerCrashError, match="worker process exited with code 1"):
+        await workers.start()
+    with pytest.raises(WorkerCrashError, match="worker does not start: worker process"):
+        await workers.call(("square", 2))
+    assert "No module named 'tests.user_code.pool.nowhere'" in capfd.readouterr().err
     with pytest.raises(ConfigError, match=r"rewards\.path=x\.py: no such file"):
         await pool("refuse").start()
 
