@@ -145,8 +145,6 @@ class LocalShard:
 def recover(stages: Mapping[str, StageSchema], log: MemoryLog) -> ShardState:
     """Recover the shard state from a log in memory."""
     state = ShardState(stages)
-    state.should_keep_retired = True
     for record in log.records:
         state.apply_record(record, data=join_pieces(record.payload))
-    state.should_keep_retired = False
     return state

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from streamrl.buffer.journal import JournalConfig
+from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import at_least, check_rules, one_of
 
 
@@ -55,10 +56,19 @@ class ShardCapacity:
     Admission reserves `reserved_group_bytes` for each group. The reservation makes admission the
     only operation that waits for capacity; a commit never does. If `reserved_group_bytes` is the
     largest possible group, a shard never exceeds `max_bytes`; otherwise a shard may exceed the
-    limit by as much as its groups exceed their reservations. `check_shard_bytes` refuses a shard
-    that cannot hold the groups of a step.
+    limit by as much as its groups exceed their reservations. Raises ConfigError for limits that
+    admit no group.
     """
 
     max_groups: int
     max_bytes: float = float("inf")
     reserved_group_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.max_groups >= 1:
+            raise ConfigError(f"shard capacity max_groups={self.max_groups}: must be at least 1")
+        if not self.max_bytes >= max(self.reserved_group_bytes, 1):
+            raise ConfigError(
+                f"shard capacity max_bytes={self.max_bytes:g}: must hold one group of"
+                f" reserved_group_bytes={self.reserved_group_bytes}"
+            )

@@ -70,7 +70,6 @@ def recover_state(
     `load_columns`. Raises JournalError if a file is missing or the snapshot is truncated.
     """
     state, corrupt = ShardState(stages), []
-    state.should_keep_retired = True
     sources: list[tuple[Path, int, int | None]]
     sources = [(base.folder, 0, None)] if base.folder is not None else []
     if journal is not None:
@@ -89,7 +88,6 @@ def recover_state(
                     raise JournalError(f"{where}: not a record of a shard: {error!r}") from error
         if folder == base.folder and not state.is_sealed and not corrupt:
             raise JournalError(f"{folder}: the snapshot is truncated: it has no final record")
-    state.should_keep_retired = False
     state.is_damaged = bool(corrupt)
     if state.is_damaged:
         state.forget_incomplete()

@@ -18,6 +18,7 @@ import msgspec
 from streamrl.buffer.config import StageSchema
 from streamrl.buffer.encoding import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.journal import JournalRecord, RecordPosition, read_record
+from streamrl.errors import ContractError
 from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
 
 TOKENS_PER_INCARNATION = 1 << 40
@@ -168,7 +169,9 @@ class ReadyQueue:
 
 
 def make_admit_record(uid: str, prompt: bytes, version: int) -> JournalRecord:
-    return JournalRecord({"kind": "admit", "uid": uid, "version": version}, prompt)
+    return JournalRecord(
+        {"kind": "admit", "uid": uid, "version": _validate_version(version)}, prompt
+    )
 
 
 def make_lease_record(
@@ -212,9 +215,11 @@ def make_finish_record(uid: str, outcome: GroupOutcome) -> JournalRecord:
 def make_remove_record(uids: Sequence[str], version: int) -> JournalRecord:
     """Build the journal record of groups that leave the shard: trained, filtered or dropped.
 
-    version: policy version in training from now on.
+    version: policy version in training from now on. Raises ContractError for an invalid version.
     """
-    return JournalRecord({"kind": "leave", "uids": list(uids), "version": version})
+    return JournalRecord(
+        {"kind": "leave", "uids": list(uids), "version": _validate_version(version)}
+    )
 
 
 def make_open_record(session: str, incarnation: int, *, forgets: bool = False) -> JournalRecord:
@@ -233,11 +238,18 @@ def make_seal_record() -> JournalRecord:
     return JournalRecord({"kind": "seal"})
 
 
+def _validate_version(version: object) -> int:
+    # Every restart applies the journal, so an invalid record would break the shard for good.
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise ContractError(f"version {version!r}: must be a whole number, 0 or more")
+    return version
+
+
 class ShardState:
     """All groups of a shard by uid, and the location of the columns of removed ("retired") groups.
 
     `retired_groups` covers only groups recovered from the journal: their training step may be
-    replayed. `should_keep_retired` is true during recovery.
+    replayed.
     `incarnation` counts the processes that owned the shard; `session` is the run of the last owner.
     `is_damaged` is true if records of the journal were unreadable.
     A uid is admitted at most once per session, as long as it is among the last MAX_SEEN_UIDS uids.
@@ -251,7 +263,6 @@ class ShardState:
         self.groups: dict[str, GroupState] = {}
         self._seen_uids: OrderedDict[str, None] = OrderedDict()
         self.retired_groups: dict[str, dict[str, StageColumns]] = {}
-        self.should_keep_retired = False
         self.version = 0
         self.incarnation = 0
         self.session = ""
@@ -413,9 +424,10 @@ class ShardState:
         self.version = max(self.version, record.meta["version"])
         removed = [self.groups.pop(uid) for uid in record.meta["uids"] if uid in self.groups]
         for group in removed:
-            if self.should_keep_retired or group.is_on_disk:
+            if group.is_on_disk:
                 self.retired_groups[group.uid] = {
-                    stage: _strip_data(columns) for stage, columns in group.stage_columns.items()
+                    stage: replace(columns, data=None)
+                    for stage, columns in group.stage_columns.items()
                 }
         return removed
 
@@ -434,7 +446,3 @@ class ShardState:
             if any(not set(self.stages[stage].needs) <= group.column_names for stage in stages):
                 group.clear_progress()
                 group.info = group.ready_version = None
-
-
-def _strip_data(columns: StageColumns) -> StageColumns:
-    return columns if columns.location is None else replace(columns, data=None)

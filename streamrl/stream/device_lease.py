@@ -128,7 +128,7 @@ class DeviceArbiter:
         finally:
             if request in self._requests:
                 del self._requests[request]
-                self._notify_holders()
+                self._grant_and_notify()
 
     async def _wait_for_grant(self, request: PhaseRequest) -> None:
         """Wait until a request is granted; raise DeadlineError after `timeout_s` of no progress."""

@@ -1,12 +1,14 @@
 """Capacity of a shard in groups and bytes: backpressure on admission only."""
 
 import asyncio
+import math
+from typing import Any
 
 import pytest
 
 from streamrl.buffer import QueueShard, ShardCapacity, group
 from streamrl.buffer.encoding import encode_columns
-from streamrl.errors import DeadlineError
+from streamrl.errors import ConfigError, DeadlineError
 from tests.buffer.shards import (
     STAGES,
     WORK,
@@ -149,9 +151,31 @@ async def test_ended_group_releases_its_bytes(shard: QueueShard):
     await blocked
 
 
+@on_shard(bounds=ShardCapacity(1))
+async def test_a_finished_group_counts_until_its_removal(shard: QueueShard):
+    await admit(shard, "a")
+    await finish(shard)
+    with pytest.raises(DeadlineError):
+        await admit(shard, "b", wait_s=5.0)
+
+
 @on_shard(bounds=ShardCapacity(3, max_bytes=3 * WHOLE_BYTES, reserved_group_bytes=WHOLE_BYTES))
 async def test_commit_never_waits_and_stays_within_reservations(shard: QueueShard):
     await admit(shard, *"abc")
     await finish(shard)
     assert asyncio.get_running_loop().time() == 0.0
     assert (await shard.get_stats()).num_bytes == 3 * WHOLE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ((0,), "max_groups=0"),
+        ((10, 500, 600), "max_bytes=500"),
+        ((10, 0), "max_bytes=0"),
+        ((10, math.nan), "max_bytes=nan"),
+    ],
+)
+def test_capacity_that_admits_no_group_raises(bounds: tuple[Any, ...], words: str):
+    with pytest.raises(ConfigError, match=words):
+        ShardCapacity(*bounds)

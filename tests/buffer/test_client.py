@@ -319,3 +319,18 @@ async def test_grants_are_returned_only_after_a_due_renewal():
         shard.revive()
     (second,) = await lease(queue, "generate", wait_s=10.0)
     assert {group.uid, second.uid} == set(uids)
+
+
+@pytest.mark.parametrize("version", [None, "0", 1.5, True, -1, np.int64(1)])
+@in_virtual_time
+async def test_invalid_version_raises_and_changes_nothing(version: object):
+    (shard,) = local_shards(1)
+    queue = ExperienceQueue([shard], "me")
+    await queue.insert_prompts([prompt("0:0:0")], 0)
+    before = list(shard.log.records)
+    with pytest.raises(ContractError, match="version"):
+        await queue.insert_prompts([prompt("0:1:0")], version)  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="version"):
+        await queue.remove_groups(["0:0:0"], version)  # type: ignore[arg-type]
+    assert shard.log.records == before
+    await queue.insert_prompts([prompt("0:1:0")], 1)

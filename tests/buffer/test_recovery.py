@@ -282,7 +282,8 @@ async def test_lease_on_lost_columns_is_void(tmp_path: Path):
     await journal.close()
     damage(tmp_path, "put", active.uid, stage="generate")
     state = recover(tmp_path)
-    assert not state.groups[active.uid].leases
+    group = state.groups[active.uid]
+    assert not group.leases and not group.stage_columns and group.info is None
     shard = make_shard(book=state, session="run")
     assert await shard.renew_leases([active.lease]) == [active.lease]
 

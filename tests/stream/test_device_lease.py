@@ -114,6 +114,20 @@ async def test_pool_of_a_dead_holder_goes_to_the_next_waiter():
     assert asyncio.get_running_loop().time() == pytest.approx(8.0)
 
 
+@in_virtual_time
+async def test_requests_behind_a_cancelled_one_are_granted():
+    arbiter = DeviceArbiter(timeout_s=100.0)
+    await arbiter.acquire("generator-0", "generate")
+    trainer = asyncio.create_task(arbiter.acquire("trainer"))
+    await asyncio.sleep(1.0)
+    joining = asyncio.create_task(arbiter.acquire("generator-1", "generate"))
+    await asyncio.sleep(1.0)
+    assert not joining.done(), "it must not overtake the trainer"
+    trainer.cancel()
+    await joining
+    assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+
+
 class RemoteArbiter:
     """Arbiter as if in another process: cancelling a wait does not cancel the request."""
 
