@@ -101,14 +101,13 @@ def test_processes_without_computation_load_no_torch():
 
 
 def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
-    for algorithm, costs in (("grpo", ""), ("safe_rlhf", "costs: [{kind: length}]")):
-        recipe = tmp_path / f"{algorithm}.yaml"
-        recipe.write_text(
-            f"model: {{path: {tmp_path}}}\ndata: {{train: rows.jsonl}}\n"
-            "rewards: [{kind: exact}]\n"
-            f"algorithm: {{name: {algorithm}, kl_coef: 0.1, kl_target: 0.1}}\n{costs}\n"
-        )
-        (tmp_path / f"{algorithm}.pickle").write_bytes(pickle.dumps(load_config(recipe)))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{train: rows.jsonl}}\n"
+        "rewards: [{kind: exact}]\ncosts: [{kind: length}]\n"
+        "algorithm: {name: safe_rlhf, kl_coef: 0.1, kl_target: 0.1}\n"
+    )
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(load_config(recipe)))
     program = f"""
         import os, pickle
         os.environ |= {SINGLE_THREAD_ENV!r}
@@ -120,16 +119,14 @@ def test_coordinator_reads_a_config_without_torch(tmp_path: Path):
         from streamrl.algorithms.math.training_metrics import summarize_critic, summarize_policy
         from streamrl.data.prompt_stream import PromptStream
         from streamrl.config.role_counts import assign_slots
-        for name in ("grpo", "safe_rlhf"):
-            config = pickle.loads(Path({str(tmp_path)!r}, name + ".pickle").read_bytes())
-            dials = AdaptiveParams(config.algorithm.spec, config.algorithm_settings)
-            sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
-            sums["included"] = 2.0
-            dials.update_after_step(sums)
-            assert dials.values
-            config.algorithm_settings.compute_loss_denominator({{}}), summarize_policy({{}}, 0.0)
-            summarize_critic({{}}, "critic")
-            config.dataflow, config.get_trainer_config("critic"), assign_slots(config)
+        config = pickle.loads(Path({str(tmp_path)!r}, "config.pickle").read_bytes())
+        dials = AdaptiveParams(config.algorithm.spec, config.algorithm_settings)
+        sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
+        dials.update_after_step(sums | {{"included": 2.0}})
+        assert dials.values
+        config.algorithm_settings.compute_loss_denominator({{}}), summarize_policy({{}}, 0.0)
+        summarize_critic({{}}, "critic")
+        config.dataflow, config.get_trainer_config("critic"), assign_slots(config)
     """
     assert find_loaded_modules(program, "torch", "transformers") == []
 

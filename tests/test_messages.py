@@ -23,7 +23,6 @@ from tests.rollouts import make_rollout
     ("tokens", "described"),
     [
         (np.array([2**40]), r"int64\[1\]"),
-        (np.array([0.5]), r"float64\[1\]"),
         (np.zeros((2, 3), np.int32), r"int32\[2, 3\]"),
         ([1, 2], "list"),
     ],

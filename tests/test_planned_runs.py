@@ -111,12 +111,17 @@ def preset(name: str, inputs: Path) -> list[str]:
     return words + (["rewards=[{kind: exact}]"] if recipe["rewards"][0]["kind"] == "code" else [])
 
 
+def choose_placement(config: RunConfig, prepared: PreparedRun, cluster: Cluster) -> str:
+    """Return the mode that a run takes on a cluster."""
+    num_gpus = 0 if cluster.is_cpu else cluster.num_devices
+    capacity = ClusterCapacity(config.placement.cpus or cluster.num_devices + 8, num_gpus)
+    return choose_mode(list_placement_options(config, prepared, num_gpus > 0), capacity).mode
+
+
 def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
     """Run all checks of `streamrl train` before it starts an engine, on as many devices."""
     prepared, on_gpu = prepare_run(config), not cluster.is_cpu
-    cpus = config.placement.cpus or cluster.num_devices + 8
-    capacity = ClusterCapacity(cpus=cpus, gpus=cluster.num_devices if on_gpu else 0)
-    mode = choose_mode(list_placement_options(config, prepared, on_gpu), capacity).mode
+    mode = choose_placement(config, prepared, cluster)
     assert mode == config.placement.mode
     placed_config = with_placement_mode(config, mode)
     check_worker_memory(placed_config, on_gpu=on_gpu)
@@ -208,11 +213,7 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
                 else None
             )
             run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
-            capacity = ClusterCapacity(cpus=cluster.num_devices + 8, gpus=cluster.num_devices)
-            assert (
-                choose_mode(list_placement_options(run, prepared, True), capacity).mode
-                == run.placement.mode
-            )
+            assert choose_placement(run, prepared, cluster) == run.placement.mode
             check_worker_memory(run, on_gpu=True)
             checked += 1
     assert checked >= len(in_two)
@@ -242,14 +243,11 @@ def refusal(
     kv_cache_bytes: float,
 ) -> str:
     """Return the error of `streamrl train` for a run with this placement; empty if accepted."""
-    capacity = ClusterCapacity(
-        cpus=cluster.num_devices + 8, gpus=0 if cluster.is_cpu else cluster.num_devices
-    )
     try:
         run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
         check_generator_split(run.model.path, run.generator.tensor_parallel)
         check_trainer_split(run.model.path, run.trainer, section="trainer")
-        choose_mode(list_placement_options(run, prepared, not cluster.is_cpu), capacity)
+        choose_placement(run, prepared, cluster)
     except ConfigError as error:
         return str(error)
     return ""
@@ -321,15 +319,8 @@ def test_train_accepts_the_plan_of_each_family(
     check_as_train_does(load_config(out), Cluster.from_text(cluster))
 
 
-def test_an_infeasible_plan_reports_the_reason_and_alternatives(
-    inputs: Path, families: dict[str, str], capsys: pytest.CaptureFixture[str]
-):
+def test_an_infeasible_plan_reports_the_reason(inputs: Path, capsys: pytest.CaptureFixture[str]):
     words = [*preset("grpo_arithmetic", inputs), "--proposals", "10"]
-    gpt_neox_words = [*words, f"model.path={families['gpt_neox']}"]
-    assert main(["plan", *gpt_neox_words, "--cluster", "1xH100"]) == 1
-    output = capsys.readouterr().out
-    assert "colocated: infeasible: placement.mode=colocated: vLLM serves this model with" in output
-    assert "any one of these would let it fit:\n  --cluster 2xH100" in output
     assert main(["plan", *words, "weights.transport=shared_memory", "--cluster", "2x1xH100"]) == 1
     assert "weights.transport=shared_memory: needs one node; the cluster has 2" in (
         capsys.readouterr().out

@@ -1,5 +1,7 @@
 """Queue clients under test, over shards in the same process."""
 
+from typing import Any
+
 from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity
 from streamrl.messages import Columns, Experience
 from tests.buffer.shards import REFERENCE, SCORES, STAGES, rollouts
@@ -8,8 +10,9 @@ from tests.fake_shards import LocalShard, MemoryLog
 UIDS = [f"0:{i}:0" for i in range(20)]
 
 
-def local_shards(count: int, *, capacity: int = 100) -> list[LocalShard]:
-    config = QueueConfig(shards=count, lease_s=10.0, max_attempts=2)
+def local_shards(count: int, *, capacity: int = 100, **settings: Any) -> list[LocalShard]:
+    """Make shards; `settings` are fields of QueueConfig."""
+    config = QueueConfig(**{"shards": count, "lease_s": 10.0, "max_attempts": 2, **settings})
     return [
         LocalShard(STAGES, config, ShardCapacity(capacity), log=MemoryLog()) for _ in range(count)
     ]

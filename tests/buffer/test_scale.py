@@ -1,7 +1,7 @@
 """The cost of an event does not grow with the groups in flight or with the idle generators."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -38,11 +38,14 @@ def check_flat(count: Callable[[int], int]) -> None:
     assert many <= GROWTH * few, f"{few} lines with {FEW}, {many} with {MANY}"
 
 
-def check_flat_on_loop(count: Callable[[int], Awaitable[int]]) -> None:
-    async def run(number: int) -> int:
-        return await count(number)
+def on_loops(count: Callable[[int], Coroutine[Any, Any, int]]) -> Callable[[], None]:
+    """Make a test of a coroutine that returns the lines for a number of groups."""
 
-    check_flat(lambda number: run_virtual(run(number)))
+    def test() -> None:
+        check_flat(lambda number: run_virtual(count(number)))
+
+    test.__name__ = count.__name__
+    return test
 
 
 def make_assembler(ready: int, pending: int, **settings: Any) -> StepAssembler:
@@ -93,56 +96,50 @@ def test_a_group_that_fills_no_round_is_packed_without_a_look_at_those_that_wait
     check_flat(count)
 
 
-def test_a_group_costs_the_coordinator_the_same_whatever_it_holds_already():
-    async def count(number: int) -> int:
-        queue = ExperienceQueue(local_shards(1, capacity=2 * MANY), "coordinator")
-        await queue.insert_prompts([prompt(f"0:{i}:0") for i in range(number)], 0)
-        await finish(queue)
-        assert len(await lease(queue, "train", number)) == number
-        await queue.insert_prompts([prompt("0:9998:0"), prompt("0:9999:0")], 0)
-        await finish(queue)
-        with count_lines() as counted:
-            taken = await lease(queue, "train", 2)
-            await queue.remove_groups(["0:9998:0"], 0)
-        assert len(taken) == 2
-        return counted.lines
-
-    check_flat_on_loop(count)
+@on_loops
+async def test_a_group_costs_the_coordinator_the_same_whatever_it_holds_already(number: int) -> int:
+    queue = ExperienceQueue(local_shards(1, capacity=2 * MANY), "coordinator")
+    await queue.insert_prompts([prompt(f"0:{i}:0") for i in range(number)], 0)
+    await finish(queue)
+    assert len(await lease(queue, "train", number)) == number
+    await queue.insert_prompts([prompt("0:9998:0"), prompt("0:9999:0")], 0)
+    await finish(queue)
+    with count_lines() as counted:
+        taken = await lease(queue, "train", 2)
+        await queue.remove_groups(["0:9998:0"], 0)
+    assert len(taken) == 2
+    return counted.lines
 
 
-def test_a_prompt_wakes_one_of_the_idle_generators():
-    async def count(number: int) -> int:
-        shard = make_shard()
-        waiting = [
-            asyncio.create_task(take(shard, "generate", holder=f"generator-{i}", wait_s=60.0))
-            for i in range(number)
-        ]
+@on_loops
+async def test_a_prompt_wakes_one_of_the_idle_generators(number: int) -> int:
+    shard = make_shard()
+    waiting = [
+        asyncio.create_task(take(shard, "generate", holder=f"generator-{i}", wait_s=60.0))
+        for i in range(number)
+    ]
+    await asyncio.sleep(1.0)
+    with count_lines() as counted:
+        await admit(shard, "a")
         await asyncio.sleep(1.0)
-        with count_lines() as counted:
-            await admit(shard, "a")
-            await asyncio.sleep(1.0)
-        served = [task for task in waiting if task.done()]
-        assert [group.uid for task in served for group in task.result()] == ["a"]
-        for task in waiting:
-            task.cancel()
-        return counted.lines
-
-    check_flat_on_loop(count)
+    served = [task for task in waiting if task.done()]
+    assert [group.uid for task in served for group in task.result()] == ["a"]
+    for task in waiting:
+        task.cancel()
+    return counted.lines
 
 
-def test_an_idle_generator_does_not_wake_for_leases_that_ended():
-    async def count(number: int) -> int:
-        shard = make_shard(bounds=ShardCapacity(number))
-        for i in range(number):
-            await admit(shard, f"0:{i}:0")
-            await do(shard, "generate")
-            await asyncio.sleep(0.01)
-        with count_lines() as counted:
-            assert await take(shard, "generate", wait_s=60.0) == []
-        # The heap entry of each ended lease is removed once.
-        return counted.lines - number * 10
-
-    check_flat_on_loop(count)
+@on_loops
+async def test_an_idle_generator_does_not_wake_for_leases_that_ended(number: int) -> int:
+    shard = make_shard(bounds=ShardCapacity(number))
+    for i in range(number):
+        await admit(shard, f"0:{i}:0")
+        await do(shard, "generate")
+        await asyncio.sleep(0.01)
+    with count_lines() as counted:
+        assert await take(shard, "generate", wait_s=60.0) == []
+    # The heap entry of each ended lease is removed once.
+    return counted.lines - number * 10
 
 
 @in_virtual_time
@@ -158,53 +155,47 @@ async def test_a_woken_request_that_leaves_passes_the_prompt_on():
     assert asyncio.get_running_loop().time() < 2.0
 
 
-def test_a_filtered_group_is_found_without_a_look_at_the_others():
-    async def count(number: int) -> int:
-        shard = make_shard(bounds=ShardCapacity(number), max_attempts=1)
-        await admit(shard, *(f"0:{i}:0" for i in range(number)))
-        (group,) = await take(shard, "generate", max_groups=1)
-        await shard.fail_groups([(group.lease, DeadlineError("no"))])
-        with count_lines() as counted:
-            (finished,) = await shard.wait_for_finished(wait_s=1.0)
-        assert finished.uid == group.uid
-        return counted.lines
-
-    check_flat_on_loop(count)
+@on_loops
+async def test_a_filtered_group_is_found_without_a_look_at_the_others(number: int) -> int:
+    shard = make_shard(bounds=ShardCapacity(number), max_attempts=1)
+    await admit(shard, *(f"0:{i}:0" for i in range(number)))
+    (group,) = await take(shard, "generate", max_groups=1)
+    await shard.fail_groups([(group.lease, DeadlineError("no"))])
+    with count_lines() as counted:
+        (finished,) = await shard.wait_for_finished(wait_s=1.0)
+    assert finished.uid == group.uid
+    return counted.lines
 
 
-def test_a_kept_group_is_reported_without_those_reported_before():
-    async def count(number: int) -> int:
-        queue = ExperienceQueue(local_shards(1, capacity=2 * MANY), "coordinator")
-        await queue.insert_prompts([prompt(f"0:{i}:0") for i in range(number + 1)], 0)
-        groups = await lease(queue, "generate", number + 1)
-        *first, last = [(group.lease, rollouts()) for group in groups]
-        await queue.commit_columns(first)
-        assert len(await queue.find_uids_with("token_ids")) == number
-        assert await queue.find_uids_with("token_ids") == []
-        await queue.commit_columns([last])
-        with count_lines() as counted:
-            assert await queue.find_uids_with("token_ids") == [last[0].uid]
-        return counted.lines
-
-    check_flat_on_loop(count)
+@on_loops
+async def test_a_kept_group_is_reported_without_those_reported_before(number: int) -> int:
+    queue = ExperienceQueue(local_shards(1, capacity=2 * MANY), "coordinator")
+    await queue.insert_prompts([prompt(f"0:{i}:0") for i in range(number + 1)], 0)
+    groups = await lease(queue, "generate", number + 1)
+    *first, last = [(group.lease, rollouts()) for group in groups]
+    await queue.commit_columns(first)
+    assert len(await queue.find_uids_with("token_ids")) == number
+    assert await queue.find_uids_with("token_ids") == []
+    await queue.commit_columns([last])
+    with count_lines() as counted:
+        assert await queue.find_uids_with("token_ids") == [last[0].uid]
+    return counted.lines
 
 
-def test_a_commit_in_a_full_shard_does_not_look_at_the_prompts_that_wait():
-    async def count(number: int) -> int:
-        shard = make_shard(bounds=ShardCapacity(1))
-        await admit(shard, "a")
-        entries = [entry(f"0:{i}:0") for i in range(number)]
-        blocked = asyncio.create_task(shard.admit_entries(entries, wait_s=60.0))
+@on_loops
+async def test_a_commit_in_a_full_shard_does_not_look_at_the_prompts_that_wait(number: int) -> int:
+    shard = make_shard(bounds=ShardCapacity(1))
+    await admit(shard, "a")
+    entries = [entry(f"0:{i}:0") for i in range(number)]
+    blocked = asyncio.create_task(shard.admit_entries(entries, wait_s=60.0))
+    await asyncio.sleep(1.0)
+    (group,) = await take(shard, "generate")
+    with count_lines() as counted:
+        await put(shard, (group.lease, rollouts()))
         await asyncio.sleep(1.0)
-        (group,) = await take(shard, "generate")
-        with count_lines() as counted:
-            await put(shard, (group.lease, rollouts()))
-            await asyncio.sleep(1.0)
-        assert not blocked.done()
-        blocked.cancel()
-        return counted.lines
-
-    check_flat_on_loop(count)
+    assert not blocked.done()
+    blocked.cancel()
+    return counted.lines
 
 
 class TightShard:

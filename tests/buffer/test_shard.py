@@ -116,30 +116,26 @@ async def test_request_retried_while_the_shard_opens_gets_the_same_leases(shard:
 # Finished groups
 
 
+@pytest.mark.parametrize(
+    ("error", "attempts", "cause"),
+    [(DeadlineError("no verdict"), 2, "deadline"), (RewardError("is None"), 1, "reward_error")],
+)
 @on_shard()
-async def test_group_is_dropped_after_max_attempts(shard: QueueShard):
+async def test_group_is_dropped_after_max_attempts_or_a_final_failure(
+    shard: QueueShard, error: StreamError, attempts: int, cause: str
+):
     await admit(shard, "a")
     await do(shard, "generate")
-    for _ in range(2):
+    for _ in range(attempts):
         assert not await take(shard, "train")
         (scoring,) = await take(shard, "reward")
-        await shard.fail_groups([(scoring.lease, DeadlineError("no verdict"))])
+        await shard.fail_groups([(scoring.lease, error)])
     (dropped,) = await take(shard, "train", ("scores",))
-    assert dropped.outcome == GroupOutcome("deadline", "no verdict")
+    assert dropped.outcome == GroupOutcome(cause, str(error))
     assert not await take(shard, "reference"), "a dropped group is not granted"
     assert (await shard.get_stats()).num_bytes == 0
     await shard.remove_groups(["a"], 0)
     assert (await shard.get_stats()).uids == ()
-
-
-@on_shard()
-async def test_final_failure_drops_the_group_at_once(shard: QueueShard):
-    await admit(shard, "a")
-    await do(shard, "generate")
-    (scoring,) = await take(shard, "reward")
-    await shard.fail_groups([(scoring.lease, RewardError("f returned None"))])
-    (dropped,) = await take(shard, "train", ("scores",))
-    assert dropped.outcome == GroupOutcome("reward_error", "f returned None")
 
 
 @on_shard()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity
+from streamrl.buffer import ExperienceQueue
 from streamrl.errors import RewardError
 from streamrl.messages import Columns, Experience, FilteredGroup, GroupLease
 from streamrl.stream.device_lease import DedicatedDeviceLease
@@ -24,8 +24,9 @@ from streamrl.stream.stage_worker import (
     split_slots,
 )
 from streamrl.telemetry.spans import SpanRecorder
-from tests.buffer.shards import STAGES, prompt, rollouts
-from tests.fake_shards import LocalShard, MemoryLog
+from tests.buffer.clients import local_shards
+from tests.buffer.shards import prompt, rollouts
+from tests.fake_shards import LocalShard
 from tests.virtual_time import in_virtual_time
 
 UIDS = [f"0:{i}:0" for i in range(6)]
@@ -35,8 +36,7 @@ async def open_shard(
     uids: Sequence[str] = UIDS, **settings: Any
 ) -> tuple[LocalShard, ExperienceQueue]:
     """Open a shard with these prompts; return it and the coordinator's queue client."""
-    config = QueueConfig(**{"lease_s": 10.0, **settings})
-    shard = LocalShard(STAGES, config, ShardCapacity(100), log=MemoryLog())
+    (shard,) = local_shards(1, **settings)
     queue = ExperienceQueue([shard], "coordinator")
     await queue.insert_prompts([prompt(uid) for uid in uids], 0)
     return shard, queue

@@ -248,7 +248,6 @@ async def test_a_scores_column_of_the_wrong_shape_is_refused():
     [
         ({}, [0, 10]),
         ({"every": 4}, [0, 4, 8, 10]),
-        ({"every": 5}, [0, 5, 10]),
         ({"every": 5, "at_end": False}, [0, 5, 10]),
         ({"every": 4, "at_start": False, "at_end": False}, [4, 8]),
         ({"at_start": False, "at_end": False}, []),
