@@ -247,6 +247,7 @@ async def test_blocking_calls_of_async_methods_do_not_block_the_host(pool, tmp_p
         other, _ = opened.pop()
         # More calls of asyncio.to_thread than its executor has threads.
         blocked = [asyncio.create_task(step(session, f"wait_for {event}")) for session, _ in opened]
+        await asyncio.sleep(0.2)  # the host has their requests
         assert await other.score(summarize()) == 0.5
         event.touch()
         assert await asyncio.gather(*blocked) == [str(pid) for _, pid in opened]
