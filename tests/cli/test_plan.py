@@ -84,13 +84,6 @@ def test_the_default_plan_uses_the_configs_bound_and_compares_other_bounds(
     assert speeds == sorted(speeds)
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]):
-    words = ["plan", *TINY, "--max-staleness", "0,2", "--json"]
-    first, second = (run(capsys, *words, "--seed", "3")[1] for _ in range(2))
-    assert first == second
-
-
 def test_the_plan_is_written_as_a_config_with_its_placement(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -118,19 +111,6 @@ def test_a_plan_ignores_the_runs_own_depth(capsys: pytest.CaptureFixture[str]):
     assert plain == deep
 
 
-def test_the_predicted_training_time_matches_the_simulator(capsys: pytest.CaptureFixture[str]):
-    # On one device the stages take turns.
-    words = [*SMALL, "--cluster", "1xH100", "--max-staleness", "0,1,2", "--json"]
-    front = json.loads(run(capsys, "plan", *words)[1])["front"]
-    assert [row["max_staleness"] for row in front] == [0, 1, 2]
-    for point in front:
-        assert point["kind"].startswith("colocated")
-        durations = [
-            (1 - row["idle"]["train"]) * row["step_s"] for row in (point, point["simulated"])
-        ]
-        assert durations[0] == pytest.approx(durations[1], rel=0.05)
-
-
 def test_unused_devices_and_run_cost_are_reported(capsys: pytest.CaptureFixture[str]):
     few = ["pipeline.groups_per_step=1", "algorithm.group_size=2", "run.steps=3600"]
     few += ["--proposals", "0", "--max-staleness", "0"]
@@ -151,26 +131,10 @@ def test_unused_devices_and_run_cost_are_reported(capsys: pytest.CaptureFixture[
     assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in text
 
 
-SHARED_CRITIC = [
-    str(CONFIGS / "ppo_arithmetic.yaml"),
-    "critic={shared_coef: 0.5}",
-    *("generator.max_new_tokens=1024", "pipeline.groups_per_step=64"),
-    *("--model", "llama-7b", "--prompt-tokens", "1024", "--proposals", "0"),
-]
-
-
-@pytest.mark.slow
-def test_scoring_uses_the_runs_micro_batch_size(capsys: pytest.CaptureFixture[str]):
-    words = ["plan", *SHARED_CRITIC, "--cluster", "2x8xH100", "pipeline.micro_batch_tokens=8192"]
-    code, out = run(capsys, *words, "trainer.gradient_checkpointing=true")
-    assert code == 0, out
-
-
 @pytest.mark.parametrize(
     ("cluster", "setting", "suggested"),
     [
         ("1xH100", "pipeline.micro_batch_tokens=16384", "trainer.offload_optimizer=true"),
-        ("2xH100", "pipeline.micro_batch_tokens=65536", "trainer.gradient_checkpointing=true"),
         ("2xH100", "generator.kv_cache_mb=70000", "generator.kv_cache_mb=null"),
         # This backend cannot offload the optimizer.
         (
@@ -220,7 +184,6 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
         (["--cluster", "8xH100", "--model", "critic=llama-7b"], "--model critic=llama-7b"),
         (["--cluster", "8xH100", "--lengths", "lognormal:3"], "--lengths lognormal:3"),
         (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: no such file"),
-        (["--cluster", "8xH100", "--lengths", "fixed:nan"], "--lengths fixed:nan: Expected `int`"),
         (["--cluster", "8xH100", "--lengths", "fixed:x"], "write fixed:N or lognormal:MEDIAN:SIG"),
         (
             ["--cluster", "8xH100", "--lengths", "fixed:999999"],
@@ -233,14 +196,7 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
         (["--cluster", "8xH100", "--prompt-tokens", "1e12"], "tokens = prompt 1000000000000 +"),
         (["--cluster", "8xH100", "--constants", "no/file"], "constants no/file: no such file"),
         (["--cluster", "65536xH100"], "65536 devices: must be at most 16384"),
-        (["--cluster", "8xH100," * 99], "is not written like"),
         (["--cluster", "8xH100", "--prompt-tokens", "nan"], "--prompt-tokens nan: must be above"),
-        (["--cluster", "8xH100", "--prompt-tokens", "0"], "--prompt-tokens 0: must be above 0"),
-        (["--cluster", "8xH100", "--lengths", "lognormal:9:99"], "sigma above 0 and at most"),
-        (
-            ["--cluster", "8xH100", "--lengths", "lognormal:1e308:4"],
-            "Expected `float` <= 1000000000",
-        ),
         (["--cluster", "8xH100", "--seed", "-1"], "--seed -1: must be 0 or more"),
         (["--cluster", "8xH100", "trainer.world=2"], "trainer.world"),
         ([], "the following arguments are required: --cluster"),
@@ -271,11 +227,10 @@ def test_a_plan_says_that_the_time_of_environments_is_left_out(
     [
         ("plan", ["--max-staleness", "one"], "--max-staleness one: must be numbers"),
         ("plan", ["--max-staleness", "9" * 5000], "must be numbers from 0 to 64"),
-        ("plan", ["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to"),
         ("plan", ["--proposals", "-1"], "--proposals -1"),
+        ("plan", ["--filtered", "0.5"], "filter.kind=none"),
         ("plan", ["-o", "plan.json"], "-o plan.json: must end in .yaml"),
         ("plan", ["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b names the same"),
-        ("simulate", ["--steps", "0"], "--steps 0: must be from 1"),
         ("simulate", ["--steps", "10000000"], "must be from 1 to 10000"),
         ("simulate", ["generator.replicas=9"], "the cluster has 8"),
         ("simulate", ["pipeline.max_staleness=1000000000"], "must be from 0 to 64"),
@@ -296,10 +251,7 @@ def test_bad_options_of_a_command_are_refused(refuse, command, words, message):
     [
         ("[1e400, 3]", "Expected `int`, got `float` - at `$[0]`"),
         ("1.0 2 x", "could not convert string to float: 'x'"),
-        ("[0]", "Expected `int` >= 1"),
-        ("[]", "Expected `array` of length >= 1"),
         ("[1,", "Expecting value"),
-        ("[" + "9" * 400 + "]", "Expected `int` <= 1000000000"),
         ("3 3000", "3000 tokens: must be at most generator.max_new_tokens=2048"),
     ],
 )
@@ -340,7 +292,6 @@ LONG = "x" * 300
     ("path", "reason"),
     [
         ("/proc/plan.yaml", ""),
-        (f"{{tmp}}/{LONG}.yaml", "File name too long"),
         # An unfinished file has a longer temporary name.
         (f"{{tmp}}/{LONG[:245]}.yaml", "File name too long"),
         ("{tmp}/folder.yaml", "not a file"),
@@ -362,48 +313,6 @@ def test_a_plan_on_unlike_devices_cannot_be_written_as_config(tmp_path: Path, re
     words += ["--max-staleness", "0"]
     out = tmp_path / "plan.yaml"
     assert "cannot choose between unlike devices" in refuse("plan", *words, "-o", str(out))
-
-
-@pytest.mark.slow
-def test_filtered_groups_are_reported_and_cost_time(
-    capsys: pytest.CaptureFixture[str], refuse: Refuse
-):
-    dapo = str(CONFIGS / "dapo_arithmetic.yaml")
-    words = [dapo, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "0"]
-    results = []
-    for more in ([], ["--filtered", "0.5"]):
-        code, out = run(capsys, "plan", *words, "--max-staleness", "0", "--json", *more)
-        assert code == 0
-        results.append(json.loads(out)["front"][0]["step_s"])
-    assert results[1] > 1.1 * results[0]
-    code, out = run(capsys, "simulate", *words[:-2], "--filtered", "0.995", "--steps", "1")
-    assert code == 0 and "99.5% of all groups are filtered" in out
-    assert "filter.kind=none" in refuse("plan", *SMALL, "--filtered", "0.5")
-    assert "filtered=1" in refuse("plan", *words, "--filtered", "1")
-
-
-def test_a_plan_with_the_optimizer_on_the_host_uses_stages_that_can(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    demo, plan = str(CONFIGS / "grpo_arithmetic.yaml"), tmp_path / "plan.yaml"
-    words = [demo, "--cluster", "2xH100", "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
-    words += ["--proposals", "20", "--max-staleness", "1", "generator.max_new_tokens=500"]
-    words += ["trainer.offload_optimizer=true", "-o", str(plan)]
-    assert run(capsys, "plan", *words)[0] == 0
-    assert load_config(plan).trainer.zero_stage in (1, 3)
-
-
-def test_a_bfloat16_plan_splits_weights_by_the_torch_backend_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    dapo, plan = str(CONFIGS / "dapo_qwen2.5_32b_math.yaml"), tmp_path / "plan.yaml"
-    words = [dapo, "--cluster", "64xH100", "--model", "qwen2.5-32b", "--prompt-tokens", "200"]
-    words += ["--lengths", "lognormal:800:0.6", "generator.max_new_tokens=4096"]
-    small = ["--proposals", "50", "--max-staleness", "1", "pipeline.groups_per_step=64"]
-    assert run(capsys, "plan", *words, *small, "-o", str(plan))[0] == 0
-    written = load_config(plan)
-    assert written.trainer.dtype == "bfloat16" and written.trainer.has_master_weights
-    assert (written.trainer.backend == "torch") == (written.trainer.tensor_parallel > 1)
 
 
 PLAN = ["plan", *TINY, "--json"]

@@ -228,11 +228,8 @@ def test_the_verdict_depends_on_weighted_components(verdicts, verdict):
         ('{"index": 0, "completion": "5"}\n{"index": ', "{} line 2: not JSON: Expecting value"),
         ('\n"5"', "{} line 2: Expected `object`, got `str`"),
         ('{"index": 0, "text": "5"}', "{} line 1: Object missing required field `completion`"),
-        ('{"index": "0", "completion": ""}', "{} line 1: Expected `int`, got `str` - at `$.index`"),
-        ('{"index": true, "completion": ""}', "{} line 1: Expected `int`, got `bool`"),
         ('{"index": 0, "completion": null}', "{} line 1: Expected `str`, got `null`"),
         ('{"index": 2, "completion": ""}', "{} line 1: index=2: "),
-        ('{"index": -1, "completion": ""}', "{} line 1: index=-1: "),
     ],
 )
 def test_a_bad_completion_line_is_named_by_number(tmp_path, refuse, lines, words):

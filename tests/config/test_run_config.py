@@ -164,42 +164,32 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.learning_rate=1", "trainer.learning_rate=1: unknown; the keys are .*, lr, "),
         ("policy.trust_remote_code=1", "policy=.*: unknown; the keys are run, model, "),
         (
             "trainer.max_staleness=1",
             "max_staleness=1: unknown; the nearest key is pipeline.max_staleness",
         ),
-        ("pipline.max_staleness=1", "pipline=.*: unknown; .*pipeline"),
         ("run.name=off", "run.name=False: must be text; YAML reads unquoted off, no and false as"),
         ("trainer.lrr=1", "trainer.lrr=1: unknown; the nearest key is trainer.lr"),
         (
             "data.filter=a.py:b",
             "data.filter='a.py:b': unknown; set it per file, as in data.train={path",
         ),
-        ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\]\.timeout_s=inf: must be a f"),
         ("rewards=[{kind: exact, kwargs: {a: [.inf]}}]", r"kwargs\.a\[0\]=inf: must be a finite"),
-        ("data.chat_template_kwargs={a: {b: .nan}}", r"kwargs\.a\.b=nan: must be a finite number"),
         ("pipeline.stall_s=${oc.decode:'inf'}", "pipeline.stall_s=inf: must be a finite number"),
         ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2: .*nearest key is weight"),
         ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]=3: must be a mapping"),
         ("placement.pools=[{policy: x}]", r"placement.pools\[0\].policy='x': must be"),
-        ("costs=[{kind: exact}, {weight: [1]}]", r"costs\[1\].weight=\[1\]: must be"),
         ("run.steps=1.5", "run.steps=1.5: must be a whole number"),
         ("run.steps=[1", r"'run.steps=\[1': the value is not YAML .*did not find expected"),
         ("run.seed=${nope}", "run.seed: Interpolation key 'nope' not found"),
         ("rewards.0.kind=foo", r"rewards\[0\].kind=foo: no such kind; the kinds are exact, "),
-        ("run.name=a/b", "run.name='a/b': must be a plain folder name"),
         ("filter.oversample=2", "filter.oversample=2: has no effect with filter.kind=none"),
         ("filter={kind: equal_rewards, oversample: 0.5}", "filter.oversample=0.5: must be a num"),
-        ("filter={kind: equal_rewards, oversample: .inf}", "filter.oversample=inf: must be "),
-        ("filter={kind: equal_rewards, oversample: null}", "filter.oversample=None: must"),
-        ("algorithm.name=grop", "algorithm.name=grop: .*grpo"),
         (
             "pipeline.depth=2",
             r"pipeline.depth=2: \(2 \+ 1\) \* 32 groups .*max_staleness 1 \+ 1\).*on_stale=drop",
         ),
-        ("filter={kind: mean_outside}", "filter.kind=mean_outside: must be one of"),
         (
             "trainer={backend: torch, offload_optimizer: true}",
             "offload_optimizer=True: needs backend=deepspeed, not torch",
@@ -212,32 +202,21 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ("run.silent_s=" + "9" * 400, "run.silent_s=9+: must be a number"),
         ("run={null: 1}", r"not YAML \(Incompatible key type 'NoneType'\); quote"),
         ("model.path=''", "model.path: missing"),
-        ("data.train=''", "data.train: missing"),
         ("rewards=[]", "rewards: empty"),
         ("algorithm.mini_batches=3", "mini_batches=3: must divide pipeline.groups_per_step=32"),
         ("algorithm.overlong_buffer=257", "overlong_buffer=257: must be at most generator.max_new"),
         ("critic.trainer.lrr=1", "critic.trainer.lrr=1: unknown; the nearest key is lr"),
-        (
-            "critic.shared_coef=0.5",
-            "critic.shared_coef=0.5: has no effect: grpo has no critic. Remove",
-        ),
         ("costs=[{kind: exact}]", "algorithm.name=grpo: uses no costs"),
         ("algorithm.name=safe_rlhf", r"costs=\[\]: safe_rlhf needs one"),
         ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1: with data.pretrain=; a pretrain"),
         ("data.pretrain=x.jsonl", "algorithm.ptx_coef=0.0: with data.pretrain=x.jsonl; a"),
-        ("algorithm.params={tau: 1}", "algorithm.params.tau=1: unknown; params of grpo: none"),
         (
             "filter={kind: equal_rewards, oversample: 33}",
             "filter.oversample=33: must be at most 32$",
         ),
         ("environment.call_pattern=x", "call_pattern: needs environment.call_format=regex, not a"),
         ("rewards=[{kind: environment}]", "environment.path=: a reward of kind environment needs"),
-        ("environment.kind=gym", "environment.kind=gym: must be one of class, openenv"),
         ("environment.options.size=4", "environment.options: needs environment.path, the file"),
-        (
-            "environment={path: a.py, options: {n: .inf}}",
-            "environment.options.n=inf: must be a fin",
-        ),
         (
             "environment={path: a.py, named: {b: {path: b.py}}}",
             "environment.named: .*environment.path, kind or tools names another; give that one",
@@ -247,18 +226,12 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "environment.named.b.pth=b.py",
             "environment.named.b.pth='b.py': .* environment.named.b.pa",
         ),
-        (
-            "environment.named.b.max_turns=3",
-            "b.max_turns=3: unknown; the near",
-        ),
         ("environment.named.b=b.py", "environment.named.b='b.py': must be a mapping of settings"),
-        ("environment.named=b.py", "environment.named='b.py': must be a mapping of names to set"),
         (
             "environment.named={1: {path: b.py}}",
             "environment.named.1: the name must be text; quote",
         ),
         ("environment.named={'b c': {path: b.py}}", "environment.named.b c: a name consists of l"),
-        ("environment.named.b={path: b.py, options: 3}", "environment.named.b.options"),
         (
             "environment.tools=[{kind: pyton}]",
             "an entry is kind: python, or .* this one has kind=p",
@@ -384,8 +357,6 @@ def test_critic_settings_are_not_checked_without_a_critic(recipe: Path):
 
 
 def test_a_missing_or_malformed_file_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
-        load_config(tmp_path / "nowhere.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("a: [1")
     with pytest.raises(ConfigError, match=r"broken\.yaml: not YAML") as error:

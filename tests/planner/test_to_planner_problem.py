@@ -220,6 +220,7 @@ FSDP2 = ("trainer.backend=torch", "trainer.world_size=2", "trainer.zero_stage=3"
         ("qwen2.5-7b", (BFLOAT16, *FSDP2), 1, 4, (3,)),
         ("qwen2.5-7b", (BFLOAT16, *FSDP2), 1, 1, ()),
         ("qwen2.5-7b", FSDP2, 1, 4, (0, 3)),
+        ("qwen2.5-7b", ("trainer.offload_optimizer=true",), 1, 4, (1, 3)),
     ],
 )
 def test_zero_stages_are_those_that_a_trainer_can_run(

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from streamrl.algorithms.math import losses
-from streamrl.algorithms.math.tokens import apply_mask
 from tests.algorithms import ragged
-from tests.algorithms.aggregate import aggregate_loss
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -39,26 +37,6 @@ def test_a_large_sequence_ratio_keeps_its_gradient(x, ratio):
     log_ratio = row(x, x).requires_grad_()
     loss = losses.sequence_clipped_surrogate_loss(log_ratio, row(-1, -1), ALL, **CLIP)
     check(loss, log_ratio, [ratio] * 2, [math.exp(min(x, 20))] * 2)
-
-
-def test_gspo_with_seq_mean_token_mean_has_the_papers_gradient():
-    batch = ragged.make_batch(3)
-    mask, weights = batch["loss_mask"], batch["scores"][:, None]
-    gradients = []
-    for is_paper in (False, True):
-        leaf = batch["log_ratio"].clone().requires_grad_()
-        log_ratio = apply_mask(leaf, mask)
-        if is_paper:  # The paper: -A s of each rollout, s = exp(mean of its log-ratios).
-            lengths = mask.sum(-1, keepdim=True).clamp(min=1)
-            loss = -(weights * (log_ratio.sum(-1, keepdim=True) / lengths).exp())
-            loss = loss[mask.any(-1)].mean()
-        else:
-            wide = {"clip_low": 1.0, "clip_high": 99.0}
-            token_losses = losses.sequence_clipped_surrogate_loss(log_ratio, weights, mask, **wide)
-            loss = aggregate_loss(token_losses, mask, mode="seq-mean-token-mean")
-        loss.backward()
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 # Log-probabilities -1, -2, -3 and advantages 3, 0, 0 where it counts: means -2 and 1.

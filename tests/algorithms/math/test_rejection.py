@@ -85,27 +85,12 @@ def test_off_policy_sequence_mask_by_hand():
     assert keeps(mixed, 0.24) == [[False, False, True], mask[1].tolist()]
 
 
-@pytest.mark.parametrize(
-    ("threshold", "limit"),
-    [
-        # The means of 1/4, 1 and 4 are 1/4, 5/8 and 7/4.
-        (2.0, 4.0),
-        (1.75, 1.0),  # below, not at
-        (1.0, 1.0),
-        (0.625, 0.25),
-        (0.25, -1.0),
-    ],
-)
-def test_second_moment_limit_by_hand(threshold, limit):
-    squares = torch.tensor([1.0, 4.0, 0.25])
-    assert second_moment_limit(squares, threshold=threshold) == limit
-
-
 def test_equal_tokens_are_kept_or_dropped_together():
     # With one of the two ones the mean is 5/8, with both 3/4.
     squares = torch.tensor([1.0, 0.25, 1.0])
     assert second_moment_limit(squares, threshold=0.7) == 0.25
     assert second_moment_limit(squares, threshold=0.8) == 1.0
+    assert second_moment_limit(squares, threshold=0.25) == -1.0  # below, not at
 
 
 @given(batch=BATCHES, threshold=st.floats(0.01, 1.0))

@@ -31,13 +31,6 @@ def test_rewards_to_go_by_hand_skip_tool_tokens():
     torch.testing.assert_close(returns, torch.tensor([[2.8, 0.0, 2.0, 0.0]]))
 
 
-def test_whitening_by_hand():
-    # 1, 2, 3: variance 1 with n - 1.
-    x = torch.tensor([[1.0, NAN], [2.0, 3.0]])
-    mask = torch.tensor([[True, False], [True, True]])
-    torch.testing.assert_close(masked_whiten(x, mask), torch.tensor([[-1.0, 0.0], [0.0, 1.0]]))
-
-
 def compute_gae_of_row(row: dict[str, list[float]], gamma: float, lam: float) -> list[float]:
     """Return the sum of discounted deltas, each written out."""
     rewards, values = row["token_rewards"], [*row["values"], 0.0]
