@@ -6,7 +6,7 @@ The same generators serve a sequence of trainers with different meshes.
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,17 +87,6 @@ def write_model(kv_heads: int, folder: Path) -> str:
     return save(make_model(kv_heads), folder, ends=False)
 
 
-def sample_unsplit(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """Return the tokens that an unsplit generator samples with these weights."""
-
-    async def sampled() -> list[list[int]]:
-        engine = await GenerationEngine.start(EngineSpec(path, generator_config(1), MAX_LENGTH))
-        await engine.load_weights(weights, 0)
-        return await sample_tokens(engine)
-
-    return asyncio.run(sampled())
-
-
 def run_rank(
     rank: int, path: str, port: int, world: int, size: int, meshes: Sequence[str]
 ) -> dict[str, Any]:
@@ -152,12 +141,9 @@ async def run_meshes(path: str, rank_group: RankGroup, meshes: Sequence[str]) ->
         results[mesh]["aliased_bytes"] = count_aliased_bytes(
             get_weight_loader(engine)._model.parameters(), backend
         )
-        last = {name: tensor.clone() for name, tensor in backend.full_state()}
     await switch_version(engine, backend, None if is_aliased else switch, version)
     if isinstance(engine, GenerationEngine):
         results["tokens"] = await sample_tokens(engine)
-    if rank_group.rank == 0:
-        results["last"] = last
     if rank_group.size > 1:
         results["kv_bytes"] = await measure_sleep(engine)
         if isinstance(engine, GenerationEngine):

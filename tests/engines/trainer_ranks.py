@@ -81,33 +81,20 @@ PTX_DIVISORS = (1.0, 16.0)
 """Loss denominator of each update."""
 
 
-class Saved(NamedTuple):
-    """A trainer's state after its first step, and its parameters then."""
-
-    label: str
-    folder: Path
-    parameters: dict[str, torch.Tensor]
-
-
-class Moved(NamedTuple):
-    """A state of another layout: its parameters, those loaded, and the second step from there."""
-
-    label: str
-    saved: dict[str, torch.Tensor]
-    loaded: dict[str, torch.Tensor]
-    second: tuple[dict[str, float], dict[str, torch.Tensor], int]
-
-
 @dataclass
 class RankJob:
-    """A rank's position in a job, and its results."""
+    """A rank's position in a job, and its results.
+
+    saved: by label of the layout, the folder of a trainer's state after its first step, and the
+    trainer's parameters then.
+    """
 
     rank: int
     model_path: str
     folder: Path
     ports: list[int]
     results: dict[str, Any] = field(default_factory=dict)
-    saved: list[Saved] = field(default_factory=list)
+    saved: dict[str, tuple[Path, dict[str, torch.Tensor]]] = field(default_factory=dict)
 
     def trainer(
         self,
@@ -223,7 +210,7 @@ def save_and_resume(job: RankJob, layout: Layout) -> None:
     if layout.world_size > 1 and not job.saved:
         trainer = save_first_step(job, ONE, job.folder / f"{ONE.label}-{job.rank}")
         # Both ranks load the state of rank 0. They meet below, when both have saved.
-        job.saved.append(Saved(ONE.label, job.folder / f"{ONE.label}-0", parameters_of(trainer)))
+        job.saved[ONE.label] = job.folder / f"{ONE.label}-0", parameters_of(trainer)
         trainer.close()
     folder = job.folder / layout.label
     trainer = save_first_step(job, layout, folder)
@@ -231,12 +218,10 @@ def save_and_resume(job: RankJob, layout: Layout) -> None:
     first = second_step(trainer, layout)
     trainer.close()
     trainer = job.trainer(layout, warmup_steps=4)
-    for state in job.saved:
-        trainer.load_training_state(state.folder)
-        loaded = parameters_of(trainer)
-        job.results.setdefault(f"moved/{layout.label}", []).append(
-            Moved(state.label, state.parameters, loaded, second_step(trainer, layout))
-        )
+    moved = job.results[f"moved/{layout.label}"] = {}
+    for label, (state, parameters) in job.saved.items():
+        trainer.load_training_state(state)
+        moved[label] = parameters, parameters_of(trainer), second_step(trainer, layout)
     trainer.load_training_state(folder)
     # The state is restored on demand. Other ranks may still read the first files.
     trainer.offload_optimizer()
@@ -247,7 +232,7 @@ def save_and_resume(job: RankJob, layout: Layout) -> None:
     job.results[f"offloaded/{layout.label}"] = sum(
         size for storage, size in sizes.items() if not storage.nbytes()
     )
-    job.saved.append(Saved(layout.label, folder, saved))
+    job.saved[layout.label] = folder, saved
     job.results[f"resume/{layout.label}"] = [first, second_step(trainer, layout)]
     trainer.close()
 

@@ -43,24 +43,32 @@ import contextlib, sys
 import psutil, torch
 from streamrl.engines.memory.peak_memory import keep_heap_compact, release_large_blocks_eagerly
 
-if sys.argv[1] == "eager":
-    release_large_blocks_eagerly()
-with keep_heap_compact() if sys.argv[1] == "compact" else contextlib.nullcontext():
+def allocate():
+    global last
     for _ in range(2):
         # The second time the allocator has learned of the first.
         held = [torch.ones(8 << 18) for _ in range(20)]
         last = [torch.ones(1 << 10) for _ in range(2000)]
         del held
+
+if "eager" in sys.argv:
+    release_large_blocks_eagerly()
+with keep_heap_compact() if "compact" in sys.argv else contextlib.nullcontext():
+    if "after" not in sys.argv:
+        allocate()
+if "after" in sys.argv:
+    allocate()
 print(psutil.Process().memory_info().rss >> 20)
 """
 
 
 @pytest.mark.slow
 def test_large_blocks_are_returned_when_freed():
-    def measure_resident_mb(how: str) -> int:
-        words = [sys.executable, "-c", FREED, how]
+    def measure_resident_mb(*how: str) -> int:
+        words = [sys.executable, "-c", FREED, *how]
         return int(subprocess.run(words, capture_output=True, check=True).stdout)
 
-    default = measure_resident_mb("default")
-    assert default - measure_resident_mb("eager") > 100
-    assert default - measure_resident_mb("compact") > 100
+    default = measure_resident_mb()
+    for how in (["eager"], ["compact"], ["eager", "compact", "after"]):
+        assert default - measure_resident_mb(*how) > 100
+    assert measure_resident_mb("compact", "after") > default - 50

@@ -23,15 +23,6 @@ def state(reference: EmaReference) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in reference.named_tensors()}
 
 
-def test_the_reference_starts_as_the_policy_and_changes_only_when_updated():
-    reference = EmaReference(decay=0.0)
-    reference.update_from_policy(policy(1.0), moves=False)
-    reference.update_from_policy(policy(2.0), moves=False)
-    assert state(reference) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
-    reference.update_from_policy(policy(3.0), moves=True)
-    assert state(reference) == {"a": [3.0, 3.0], "b": [3.0, 3.0]}
-
-
 def test_a_soft_update_keeps_the_decay_of_the_old_reference_in_float32():
     """The weight of the old reference is 0.75, and the last bit of bfloat16 is 2 ** -7."""
     reference = EmaReference(decay=0.75)

@@ -19,7 +19,6 @@ from tests.engines.rank_group_ranks import (
     make_model,
     run_dying_rank,
     run_rank,
-    sample_unsplit,
     write_model,
 )
 from tests.engines.tiny_qwen import save, tiny_model
@@ -107,17 +106,14 @@ def test_the_topology_follows_from_the_nodes_of_the_ranks(nodes: str, per_node: 
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
-    """Return each rank's results by run; last, the samples of an unsplit generator."""
+    """Return each rank's results by run."""
     results_by_run: dict[str, list[Any]] = {}
     for (name,) in list_cases(request, Run):
         world, size, heads, meshes = RUNS[name]
         path = write_model(heads, tmp_path_factory.mktemp("rank_group"))
         (port,) = find_free_ports(1)
         arguments = [(rank, path, port, world, size, meshes) for rank in range(world)]
-        ranks = forked.run(run_rank, arguments, timeout_s=400)
-        weights = ranks[0]["meshes"]["last"]
-        unsplit = forked.run(sample_unsplit, [(path, weights)] * (size > 1), timeout_s=400)
-        results_by_run[name] = [*ranks, *(unsplit or [None])]
+        results_by_run[name] = forked.run(run_rank, arguments, timeout_s=400)
     return results_by_run
 
 
@@ -125,7 +121,7 @@ def results(
 def test_a_generator_serves_the_trainers_weights_after_each_update(
     results: dict[str, list[Any]], name: str, mesh: str
 ):
-    leaders = [rank for rank in results[name][:-1] if "tokens" in rank["meshes"]]
+    leaders = [rank for rank in results[name] if "tokens" in rank["meshes"]]
     assert len(leaders) == RUNS[name][0] // RUNS[name][1]
     for leader in leaders:
         updates = leader["meshes"][mesh]["updates"]
@@ -139,7 +135,7 @@ def test_a_generator_serves_the_trainers_weights_after_each_update(
 def test_a_generator_aliases_the_trainers_parameters_and_a_version_copies_no_byte(
     results: dict[str, list[Any]], name: str, mesh: str
 ):
-    for rank in results[name][:-1]:
+    for rank in results[name]:
         for update in rank["meshes"][mesh]["updates"]:
             assert update["bound"] > 0
             assert (update["unaliased"], update["copied_bytes"]) == ([], 0)
@@ -151,7 +147,7 @@ def test_a_generator_aliases_the_trainers_parameters_and_a_version_copies_no_byt
 def test_a_rank_receives_only_the_elements_it_lacks_once(
     results: dict[str, list[Any]], name: str, mesh: str
 ):
-    for rank in results[name][:-1]:
+    for rank in results[name]:
         mesh_results = rank["meshes"][mesh]
         assert mesh_results["is_off"]
         if RUNS[name][1] > 1:
@@ -166,7 +162,7 @@ def test_a_rank_receives_only_the_elements_it_lacks_once(
 def test_resharding_casts_shards_of_another_dtype_on_the_source_rank(
     results: dict[str, list[Any]],
 ):
-    for rank in results["each alone"][:-1]:
+    for rank in results["each alone"]:
         assert rank["meshes"][CAST_MESH]["is_cast"]
 
 
@@ -182,7 +178,7 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
     # A split generator splits embedding and head; the trainer does not.
     copied = {"model.embed_tokens.weight", "lm_head.weight"} if size > 1 else set[str]()
     copied |= {n for n in names if copies_columns and ("o_proj" in n or "down_proj" in n)}
-    for rank in results[name][:-1]:
+    for rank in results[name]:
         mesh_results = rank["meshes"]["tensor"]
         aliased_bytes = mesh_results["aliased_bytes"]
         assert aliased_bytes.keys() == names - copied
@@ -194,17 +190,14 @@ def test_trained_shards_alias_served_ones_and_only_strided_ones_are_copied(
 @pytest.mark.parametrize(
     "name", parametrize_runs((name,) for name, (_, size, _, _) in RUNS.items() if size > 1)
 )
-def test_a_split_generator_samples_the_tokens_of_an_unsplit_one_also_after_sleep(
+def test_a_split_generator_samples_the_same_tokens_after_sleep(
     results: dict[str, list[Any]], name: str
 ):
-    *ranks, unsplit_tokens = results[name]
-    for rank in ranks:
+    for rank in results[name]:
         before, after = rank["meshes"]["kv_bytes"]
         assert before > 1 << 20 and after == 0
         if "tokens" in rank["meshes"]:
-            assert (
-                rank["meshes"]["tokens"] == rank["meshes"]["tokens_after_sleep"] == unsplit_tokens
-            )
+            assert rank["meshes"]["tokens"] == rank["meshes"]["tokens_after_sleep"]
 
 
 @pytest.mark.slow
