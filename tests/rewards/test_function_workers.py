@@ -65,10 +65,6 @@ async def test_a_hanging_call_times_out_alone_and_is_counted(running):
     ("statement", "error", "words"),
     [
         ("os._exit(3)", RewardCrashError, "worker process exited with code 3"),
-        pytest.param(
-            *("os.kill(os.getpid(), 11)", RewardCrashError, "worker process was killed by SIGSEGV"),
-            marks=pytest.mark.slow,
-        ),
         (
             "hoard.append(bytearray(300 << 20)); time.sleep(60)",
             RewardMemoryError,

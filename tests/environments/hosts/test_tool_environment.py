@@ -171,6 +171,7 @@ async def test_tools_that_cannot_be_used_are_config_errors(open_session):
             open_session(named, tools=[PYTHON]),
             "python: has a tool python, as has the class; rename",
         ),
+        (open_session(tools=[RAW, RAW]), "has a tool write, as has environment.tools: MCP"),
         (open_session(tools=[ToolConfig("mcp", command=["nosuch"])]), "nosuch is not on PATH"),
     ):
         response = await session.send(HostOperation.DESCRIBE)

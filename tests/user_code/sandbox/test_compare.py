@@ -51,33 +51,26 @@ def test_text_comparison_ignores_trailing_whitespace_and_optionally_number_forma
     assert is_same_text(*texts, loose_numbers=True) is (texts not in DIFFERENT)
 
 
-@pytest.mark.parametrize(
-    ("expected", "actual"),
-    [
-        *((1, 1.0), (0.1 + 0.2, 0.3), ((1, (2, 3)), [1, [2, 3]])),
-        *(({1: [0.5]}, {"1": [0.5000000001]}), (math.inf, math.inf), (100_000.0, 100_000.5)),
-        *((100_000.0, 100_000), (100_000.5, 100_000), (0, -0.0), (0.0, 1e-12)),
-        *(([0.5, [100_000]], [0.5000001, [100_000]]), ({"a": (1, 2.5)}, {"a": [1, 2.5000001]})),
-    ],
-)
-def test_equal_values_are_the_same_up_to_rounding_of_floats(expected: object, actual: object):
-    assert is_same_value(expected, actual)
+SAME_VALUES = [
+    *((1, 1.0), (0.1 + 0.2, 0.3), ((1, (2, 3)), [1, [2, 3]])),
+    *(({1: [0.5]}, {"1": [0.5000000001]}), (math.inf, math.inf), (100_000.0, 100_000.5)),
+    *((100_000.0, 100_000), (100_000.5, 100_000), (0, -0.0), (0.0, 1e-12)),
+    *(([0.5, [100_000]], [0.5000001, [100_000]]), ({"a": (1, 2.5)}, {"a": [1, 2.5000001]})),
+]
+OTHER_VALUES = [
+    *((1_000_000, 1_000_001), (0.001, 0.0011), (True, 1), (1, True), (False, None), ("1", 1)),
+    *(([1, 2], [1, 2, 3]), ("ab", ["a", "b"]), ({"a": 1}, {"a": 1, "b": 2})),
+    *((math.nan, math.nan), (1.5, 10**400), (100_000, 100_000.5), (100_000, 99_999.9999999)),
+    *((0, 1e-12), (2**53 + 1, float(2**53)), (10**400, math.inf), (1, math.nan)),
+    ([1, [2, {"a": 100_000}]], [1, [2, {"a": 100_000.5}]]),
+    *(({"a": (1, 2.5)}, {"a": [1.0000001, 2.5]}), ([True, 1], [1, 1]), ([False], [0.0])),
+    *((1.0, True), ("0.5", "0.50"), ("0.5", 0.5)),
+]
 
 
-@pytest.mark.parametrize(
-    ("expected", "actual"),
-    [
-        *((1_000_000, 1_000_001), (0.001, 0.0011), (True, 1), (1, True), (False, None), ("1", 1)),
-        *(([1, 2], [1, 2, 3]), ("ab", ["a", "b"]), ({"a": 1}, {"a": 1, "b": 2})),
-        *((math.nan, math.nan), (1.5, 10**400), (100_000, 100_000.5), (100_000, 99_999.9999999)),
-        *((0, 1e-12), (2**53 + 1, float(2**53)), (10**400, math.inf), (1, math.nan)),
-        ([1, [2, {"a": 100_000}]], [1, [2, {"a": 100_000.5}]]),
-        *(({"a": (1, 2.5)}, {"a": [1.0000001, 2.5]}), ([True, 1], [1, 1]), ([False], [0.0])),
-        *((1.0, True), ("0.5", "0.50"), ("0.5", 0.5)),
-    ],
-)
-def test_values_of_other_types_and_inexact_integers_differ(expected: object, actual: object):
-    assert not is_same_value(expected, actual)
+def test_values_are_the_same_up_to_rounding_of_floats_and_no_other_type():
+    assert [pair for pair in SAME_VALUES if not is_same_value(*pair)] == []
+    assert [pair for pair in OTHER_VALUES if is_same_value(*pair)] == []
 
 
 @given(PLAIN)
