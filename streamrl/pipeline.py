@@ -381,8 +381,8 @@ async def watch_stalls(run_state: RunState, queue: ExperienceQueue, config: Pipe
         if clock() < run_state.progress_clock.last_progress_at + config.stall_s:
             continue  # the overdue work may be waiting for stages that hold its devices
         overdue = await queue.find_overdue(config.stall_s)
-        new_stalls = [lease for lease in overdue if lease.stall_key not in reported]
-        reported = {lease.stall_key for lease in overdue}
+        new_stalls = [stall for stall in overdue if stall.stall_key not in reported]
+        reported = {stall.stall_key for stall in overdue}
         if new_stalls:
             run_state.on_stall(new_stalls, await run_state.describe_waits())
         if config.on_stall == "redeliver":

@@ -100,6 +100,15 @@ def test_any_deaths_in_mid_episode_leave_every_prompt_trained_once_or_accounted_
     check_accounts(stream)
 
 
+def test_groups_whose_environment_fails_are_dropped_with_the_cause_and_replaced():
+    plan = replace(SLOW, environment_fail_rate=0.3, steps=6, slow_prompt="", seed=1)
+    stream = run_virtual(run_stream(plan))
+    check_accounts(stream)
+    counts = stream.ledger.counts
+    assert dict(counts.drops) == {"environment_error": counts.dropped} and counts.dropped
+    assert counts.trained == plan.steps * plan.groups_per_step
+
+
 def test_on_shared_devices_the_trainer_trains_while_all_open_episodes_wait():
     # The episodes of the second prompt wait for a minute, while those of the first are trained.
     plan = replace(

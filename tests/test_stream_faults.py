@@ -260,11 +260,13 @@ def test_hung_work_is_reported_and_redelivered():
 
 
 @pytest.mark.parametrize(("on_stall", "waited"), [("abort", 20), ("warn", 120)])
-def test_step_without_groups_ends_the_run(on_stall: str, waited: int):
-    plan = Plan(stuck_attempts=100, on_stall=on_stall, stall_s=20.0)
+@in_virtual_time
+async def test_step_without_groups_ends_the_run(on_stall: str, waited: int):
+    stream = build_stream(Plan(stuck_attempts=100, on_stall=on_stall, stall_s=20.0))
     message = rf"got no group for {waited} s.*0:1:0: held by reward-0 for"
     with pytest.raises(DeadlineError, match=message):
-        run_virtual(run_stream(plan))
+        await run_loops(stream)
+    assert max(Counter(stall.stall_key for stall in stream.stalls).values()) == 1, "reported once"
 
 
 outages = st.lists(

@@ -15,7 +15,7 @@ from streamrl.buffer import (
 )
 from streamrl.buffer.journal import JournalRecord
 from streamrl.buffer.staleness_credits import compute_credit_limit
-from streamrl.errors import DropLimitError, StaleGroupError
+from streamrl.errors import DropLimitError, FilterLimitError, StaleGroupError
 from streamrl.messages import GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts
 from streamrl.planner.simulator.virtual_loop import run_virtual
@@ -109,7 +109,9 @@ def test_ended_group_is_logged_reported_and_removed():
 
 
 def test_stale_group_is_always_readmitted():
-    _, fake_queue = run_with_outcomes({"0:1:0": STALE, "0:2:0": FAILED})
+    outcomes = {"0:1:0": STALE, "0:2:0": FAILED}
+    run_state, fake_queue = run_with_outcomes(outcomes, max_dropped=1)
+    assert run_state.drop_counts == {"reward_error": 1}, "stale groups count to no limit"
     assert fake_queue.inserted[6:] == [("0:1:1", 0), ("0:6:0", 0)]
 
 
@@ -292,9 +294,6 @@ async def test_surplus_prompts_are_readmitted_first():
     assert [uid for uid, _ in fake_queue.inserted[32:]] == [*readmitted, "0:24:0", "0:25:0"]
 
 
-# Drop limit
-
-
 @in_virtual_time
 async def test_late_group_is_an_error_without_oversampling():
     run_state, _ = await make_oversampling_run_state(1.0)
@@ -304,6 +303,21 @@ async def test_late_group_is_an_error_without_oversampling():
     run_state.offer_groups([make_ready_group("0:0:0")])
     with pytest.raises(StaleGroupError):
         run_state.assembler.draw_groups(2)
+
+
+# Filter and drop limits
+
+
+def test_step_that_filters_or_drops_too_much_raises_with_the_cause():
+    message = r"^step 1 has filtered 3 groups, more than 2 \(filter.max_filter_rounds\): all 2 rew"
+    with pytest.raises(FilterLimitError, match=message):
+        run_with_outcomes(dict.fromkeys(uids(2), FILTERED), {"0:2:0": FILTERED}, max_filtered=2)
+    late = GroupOutcome("reward_timeout", "no result in 30 s")
+    message = (
+        "^step 0 .* 3 groups, more than 2, 2 of them as reward_error; the last: no result in 30"
+    )
+    with pytest.raises(DropLimitError, match=message):
+        run_with_outcomes({**dict.fromkeys(uids(2), FAILED), "0:2:0": late}, max_dropped=2)
 
 
 @in_virtual_time

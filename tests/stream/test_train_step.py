@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,8 +148,7 @@ async def test_rounds_are_trained_without_a_run_until_the_control_abandons_the_s
 
 def test_depth_above_max_staleness_drops_stale_groups_and_readmits_their_prompts():
     plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
-    # Stale groups count to no limit of drops.
-    stream = run_virtual(run_stream(replace(plan, max_dropped=0)))
+    stream = run_virtual(run_stream(plan))
     drops = dict(stream.ledger.counts.drops)
     assert drops.keys() == {"stale"}
     tallies = [stream.control.filter_tally, *(o.filter_tally for o in stream.outcomes)]

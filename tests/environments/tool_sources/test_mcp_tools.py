@@ -23,6 +23,7 @@ from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources.mcp_tools import RESTARTED, McpTools
 from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
+from streamrl.files.optional_package import import_optional
 from tests.descendants import descendants
 from tests.environments.tool_sources import raw_mcp_server
 
@@ -276,6 +277,8 @@ async def test_what_a_machine_lacks_is_a_config_error(monkeypatch):
     monkeypatch.delitem(sys.modules, "streamrl.environments.tool_sources.mcp_tools")
     with pytest.raises(ConfigError, match=r"import of mcp .*; run pip install 'streamrl\[mcp"):
         environment_host.ToolSources([remote], (), max_reply_chars=9)
+    with pytest.raises(ModuleNotFoundError, match=r"streamrl\.missing"):
+        import_optional("streamrl.missing", setting="kind=mcp", extra="mcp")
 
 
 async def test_only_chooses_tools_of_a_server_by_name():
