@@ -1,9 +1,10 @@
-"""Devices, grids and placements as text, in ReaL's notation."""
+"""Devices, grids and placements as text, in ReaL's notation, and timings to check by hand."""
 
 from collections.abc import Mapping
 
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.planner.problem.stage_timings import GeneratorTiming
 from streamrl.resharding.grids import RankGrid
 
 
@@ -33,3 +34,17 @@ def placement_from_meshes(
         for stage, (devices, grid) in meshes.items()
     }
     return Placement(calls, max_staleness)
+
+
+def sampler(
+    decode_s: float,
+    *,
+    rollout_s: float = 0.0,
+    replicas: int = 1,
+    max_running: int = 1000,
+    kv_tokens: float = 1e9,
+) -> GeneratorTiming:
+    """Return the timing of generators without prefill cost and with this cost per decode step."""
+    return GeneratorTiming(
+        replicas, max_running, kv_tokens, decode_s, 0.0, 0.0, 0.0, rollout_s, prefill_token_s=0.0
+    )

@@ -1,10 +1,14 @@
-"""Published figures of other systems against the planner's predictions."""
+"""Published figures of other systems against the planner's predictions, and fits to them."""
 
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.published import nemo, nemo_fit, verl, verl_fit
 from benchmarks.published.__main__ import SOURCES, format_markdown
 from benchmarks.published.points import REAL_PFLOPS
 from benchmarks.published.rows import Row, summarize_rows
@@ -61,3 +65,23 @@ def test_row_hits_within_15_percent_or_with_the_same_decision():
         "mean_absolute_error": 0.15,
         "fitted": 1,
     }
+
+
+VERL_NAMES = ("fsdp2", "megatron", "entropy", "handoff_token_s", "update_s", "decode_layer_s")
+
+
+@pytest.mark.parametrize(
+    ("iter_log_errors", "fitted", "name"),
+    [
+        *((verl_fit.iter_log_errors, verl.DEFAULT_CALIBRATION, name) for name in VERL_NAMES),
+        *((nemo_fit.iter_log_errors, nemo.CONSTANTS, name) for name in nemo_fit.NAMES),
+    ],
+)
+def test_fitted_constants_are_a_local_minimum(
+    iter_log_errors: Callable[[Any], Iterator[float]], fitted: Any, name: str
+):
+    less, best, more = (
+        sum(e**2 for e in iter_log_errors(replace(fitted, **{name: factor * vars(fitted)[name]})))
+        for factor in (0.9, 1.0, 1.1)
+    )
+    assert best < min(less, more)

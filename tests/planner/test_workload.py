@@ -31,11 +31,6 @@ def test_mean_longest_and_limit_match_samples(lengths: LengthDistribution):
     assert lengths.expected_longest(64) == pytest.approx(longest, rel=0.1)
 
 
-def test_impossible_lengths_are_refused():
-    with pytest.raises(ConfigError, match="sigma above 0"):
-        LognormalLengths(10, 0, 100)
-
-
 def test_filtering_raises_the_number_of_sampled_groups():
     workload = Workload(60, 4, 100.0, make_fixed_lengths(50), filtered_fraction=0.4)
     assert workload.num_rollouts == 240

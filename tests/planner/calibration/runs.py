@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from streamrl.planner.to_placement import build_run_placement
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.chrome_trace import TraceSink
 from streamrl.telemetry.sinks import JsonlSink, MetricsSink
-from streamrl.telemetry.spans import compute_idle_fraction
 
 EPOCH_S = 1e9
 LENGTHS = EmpiricalLengths.from_samples([*range(2, 12), 20, 31])
@@ -140,26 +138,17 @@ def write_run(
 
 def make_rows(simulated: SimulationResult) -> Iterator[dict[str, float]]:
     """Yield the metrics of each step that the planner reads of a run."""
-    activity = simulated.collect_activity(simulated.spans)
+    idle = {f"idle/{stage}": fraction for stage, fraction in simulated.idle_fractions.items()}
+    depths = {f"queue/depth/{name}": mean for name, mean in simulated.queue_depths.items()}
     starts = [0.0, *simulated.step_ends]
     for outcome, start, end in zip(simulated.outcomes, starts, simulated.step_ends, strict=False):
-        ages = Counter[int]()
-        for group in outcome.groups:
-            for version, tokens in group.info.version_tokens:
-                ages[outcome.version - version] += tokens
-        counts = outcome.ledger_counts
         yield {
             "time/step_s": end - start,
-            "staleness/mean": sum(age * tokens for age, tokens in ages.items()) / ages.total(),
-            "ledger/filtered": counts.filtered,
-            "ledger/trained": counts.trained,
-            **{f"queue/depth/{name}": mean for name, mean in outcome.queue_stats.depth.items()},
-            **{
-                f"idle/{stage}": compute_idle_fraction(
-                    work.spans, start=start, end=end, num_processes=work.num_processes
-                )
-                for stage, work in activity.items()
-            },
+            "staleness/mean": simulated.staleness_mean,
+            "ledger/filtered": outcome.ledger_counts.filtered,
+            "ledger/trained": outcome.ledger_counts.trained,
+            **depths,
+            **idle,
         }
 
 

@@ -16,12 +16,7 @@ from tests.planner.calibration.runs import play, recipe, write_run
 
 @pytest.mark.parametrize(
     ("bound", "other_bound", "mode"),
-    [
-        (0, 1, "colocated"),
-        (1, 0, "disaggregated"),
-        pytest.param(0, 1, "disaggregated", marks=pytest.mark.slow),
-        pytest.param(1, 0, "colocated", marks=pytest.mark.slow),
-    ],
+    [(0, 1, "colocated"), (1, 0, "disaggregated")],
 )
 def test_a_run_predicts_another_with_a_different_max_staleness(
     tmp_path: Path, bound: int, other_bound: int, mode: str

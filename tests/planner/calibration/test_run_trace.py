@@ -89,9 +89,7 @@ def test_a_file_is_not_a_run_directory(run_dir: Path):
         (lambda run: (run / "config.yaml").unlink(), "holds no config.yaml"),
         (lambda run: (run / "trace.json").unlink(), "trace.json has no spans"),
         (lambda run: (run / "metrics.jsonl").write_text("{}x\n{}\n"), "metrics.jsonl:1"),
-        (lambda run: (run / "metrics.jsonl").unlink(), "run: has no metrics.jsonl"),
         (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: nested too deep"),
-        (lambda run: _fifo(run / "trace.json"), "trace.json: not a regular file"),
         (lambda run: (run / "events.jsonl").write_text(""), "events.jsonl has no machine"),
         (lambda run: _fifo(run / "events.jsonl"), "events.jsonl: not a regular file"),
         (
@@ -99,10 +97,8 @@ def test_a_file_is_not_a_run_directory(run_dir: Path):
             "not a regular file",
         ),
         (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steady steps"),
-        (lambda run: _without(run, 3, "step"), "metrics.jsonl:3: has no step"),
         (lambda run: _without(run, 3, "time/step_s"), "metrics.jsonl:3: has no time/step_s"),
         (lambda run: _without(run, 8, "idle/train"), "metrics.jsonl: step 8: has no idle/train"),
-        (lambda run: _without(run, 8, "ledger/filtered"), "step 8: has no ledger/filtered"),
         (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "metrics.jsonl:1: has no step"),
         (
             lambda run: shutil.rmtree(get_journal_dir(run, RUN_LOG_FOLDER)),

@@ -11,20 +11,11 @@ from streamrl.planner.costs.call_durations import choose_cuts
 from streamrl.planner.costs.generation_model import GenerationModel, compute_mean_time_in_flight
 from streamrl.planner.problem.workload import LognormalLengths, Workload, make_fixed_lengths
 from streamrl.planner.simulator.simulated_engine import SimulatedEngine
-from tests.planner.samplers import sampler
+from tests.planner.notations import sampler
 
 ALL = (1.0,)
 UNBOUNDED = sampler(0.01)
 """A decode step takes 10 ms, whatever runs."""
-
-
-def test_waiting_rollouts_start_as_others_end():
-    lengths = LognormalLengths(200, 0.5, 1000)
-    generation = GenerationModel(Workload(64, 1, 100, lengths))
-    (unlimited,) = generation.find_completions_s(UNBOUNDED, ALL)
-    (limited,) = generation.find_completions_s(replace(UNBOUNDED, kv_tokens=20 * 250.0), ALL)
-    # All tokens, with 20 running rollouts on average.
-    assert 0.8 * 64 / 20 * lengths.mean * 0.01 < limited < 64 / 20 * lengths.mean * 0.01 + unlimited
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from streamrl.planner.problem.problem import PlacementProblem, RunOptions
 from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.planner import (
     ExcludedBound,
+    PlanResult,
     iter_sub_problems,
     plan_placement,
 )
@@ -44,9 +45,13 @@ def test_a_plan_is_near_the_exhaustive_optimum(problem: PlacementProblem, ahead:
     assert planned.best.step_s <= (1 + MAX_GAP) * seconds
 
 
-def test_more_staleness_is_never_slower():
+@pytest.fixture(scope="module")
+def planned() -> PlanResult:
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
-    planned = plan_placement(problem, CostModel, max_staleness=[0, 1, 2], proposals=60)
+    return plan_placement(problem, CostModel, max_staleness=[0, 1, 2], proposals=60)
+
+
+def test_more_staleness_is_never_slower(planned: PlanResult):
     times = [point.candidate.step_s for point in planned.points]
     assert times == sorted(times, reverse=True)
     assert planned.best is not None
@@ -55,9 +60,7 @@ def test_more_staleness_is_never_slower():
         assert point.candidate.placement.max_staleness <= point.max_staleness
 
 
-def test_every_losing_kind_has_a_reason():
-    problem = ppo("2x8xA100", lengths=LONG_TAILED)
-    planned = plan_placement(problem, CostModel, max_staleness=[0, 1], proposals=60)
+def test_every_losing_kind_has_a_reason(planned: PlanResult):
     winner, *losers = planned.candidates
     assert winner == planned.best
     assert not winner.reason

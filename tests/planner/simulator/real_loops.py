@@ -21,7 +21,7 @@ from streamrl.messages import (
 from streamrl.placement.placements import Placement
 from streamrl.planner.problem.stage_timings import StageTimings, WeightsTiming
 from streamrl.planner.problem.workload import Workload
-from streamrl.planner.simulator.replicas import DeviceLeases, ProcessRecorder, SimulatedTrainer
+from streamrl.planner.simulator.replicas import DeviceLeases
 from streamrl.planner.simulator.simulated_engine import SimulatedEngine
 from streamrl.planner.simulator.simulated_prompts import CompletionLengths
 from streamrl.planner.simulator.virtual_loop import run_virtual
@@ -93,9 +93,8 @@ class Stages:
         stage_context = self._make(name, process)
         role = process.rpartition("-")[0] or POLICY
         if process not in self._device_leases:
-            suspendable = (
-                SuspendableGenerator(self._stream, process) if role == "generator" else None
-            )
+            sampler = self._stream.samplers[-1] if role == "generator" else None
+            suspendable = sampler if isinstance(sampler, TimedGenerator) else None
             lease = self._leases.make_lease(role, process, suspendable=suspendable)
             self._device_leases[process] = lease or DedicatedDeviceLease()
         return StageContext(
@@ -108,26 +107,6 @@ class Stages:
 
 
 FAKE_STAGE_MAKER = fake_stream.StageMaker
-
-
-@dataclass
-class SuspendableGenerator:
-    """Handle by which the device arbiter suspends and resumes a generator."""
-
-    stream: Stream
-    process: str
-
-    @property
-    def _generator(self) -> "TimedGenerator":
-        sampler = self.stream.samplers[int(self.process.rpartition("-")[2])]
-        assert isinstance(sampler, TimedGenerator)
-        return sampler
-
-    async def suspend(self) -> None:
-        await self._generator.suspend()
-
-    async def resume(self) -> None:
-        self._generator.resume()
 
 
 @dataclass(eq=False)
@@ -195,7 +174,7 @@ class TimedGenerator(FakeGenerator):
         self._set_timer()
         await asyncio.sleep(until - self._loop.time())
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         self._engine.resume(self._loop.time())
         self._set_timer()
 
@@ -230,19 +209,17 @@ class TimedScorer(FakeScorer):
         ]
 
 
-class Rank(SimulatedTrainer):
-    """Trainer for the real loops; its durations are computed apart from the simulator's."""
+class Rank:
+    """Trainer whose rounds take as long as their largest micro-batch."""
 
     def __init__(self, case: AgreementCase, role: str, completions: CompletionLengths) -> None:
-        publish_s = case.weights("generate" if role == POLICY else "value").publish_s
-        super().__init__(
-            case.timings.train[role],
-            case.pace,
-            publish_s=publish_s,
-            completions=completions,
-            recorder=ProcessRecorder(role),
-        )
+        self._timing, self._completions = case.timings.train[role], completions
+        self._publish_s = case.weights("generate" if role == POLICY else "value").publish_s
+        self.dp_size, self.update_plan = self._timing.dp_size, case.pace
         self.version = self.weights = 0
+
+    def is_frozen(self, version: int) -> bool:
+        return False
 
     def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
         self.version = version

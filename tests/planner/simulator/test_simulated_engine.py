@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from streamrl.planner.problem.stage_timings import GeneratorTiming
 from streamrl.planner.simulator.simulated_engine import RunningGroup, SimulatedEngine
 from streamrl.stream.stage_worker import ConcurrencyLimit
-from tests.planner.samplers import sampler
+from tests.planner.notations import sampler
 
 PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
 """A step takes a second, whoever is in it."""

@@ -21,7 +21,7 @@ from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.resharding.grids import RankGrid
-from tests.planner.samplers import sampler
+from tests.planner.notations import sampler
 
 FLOW = build_dataflow((*ROLLOUT_COLUMNS, "scores"))
 GENERATOR = sampler(1.0, max_running=8, kv_tokens=1000)

@@ -33,8 +33,7 @@ from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.planner.steady_state.jobs import CallGraph, JobGraph, make_ahead_job
 from streamrl.planner.steady_state.list_scheduler import JobDependency
 from streamrl.resharding.grids import RankGrid
-from tests.planner.notations import parse_mesh
-from tests.planner.samplers import sampler
+from tests.planner.notations import parse_mesh, sampler
 
 SMALL = load_model_shape("qwen2.5-0.5b")
 GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))

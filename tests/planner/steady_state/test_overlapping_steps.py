@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.planner.steady_state.overlapping_steps import OverlappedGeneration, RolloutProfile
-from tests.planner.samplers import sampler
+from tests.planner.notations import sampler
 
 TIMING = sampler(0.01, rollout_s=0.001)
 
