@@ -86,10 +86,7 @@ async def watch_bounds(stream: Stream) -> None:
 
 FILTERED = Plan(
     seed=5,
-    steps=4,
-    groups_per_step=4,
     max_staleness=0,
-    generators=2,
     slots=40,
     scorers=2,
     generate_s=(4.0, 6.0),
@@ -182,7 +179,7 @@ def test_publish_every_two_samples_two_steps_per_version():
 def test_on_policy_steps_do_not_depend_on_placement(seed: int, generators: int):
     plan = Plan(seed=seed, max_staleness=0, generators=generators)
     pipelined = run_virtual(run_stream(plan))
-    sequential = run_virtual(run_stream(Plan(**{**vars(plan), "one_at_a_time": True})))
+    sequential = run_virtual(run_stream(replace(plan, one_at_a_time=True)))
     steps = [
         [sorted(group.uid for group in outcome.groups) for outcome in stream.outcomes]
         for stream in (pipelined, sequential)
@@ -207,14 +204,9 @@ def test_on_policy_training_overlaps_generation_of_the_same_step():
 
 
 def test_staleness_one_generates_the_next_step_during_training():
-    balanced: dict[str, Any] = {
-        "generate_s": (4.0, 4.0),
-        "train_s": 2.0,
-        "micro_batch_tokens": 1000,
-        "steps": 8,
-    }
-    slow = run_virtual(run_stream(Plan(max_staleness=0, **balanced)))
-    fast = run_virtual(run_stream(Plan(max_staleness=1, **balanced)))
+    balanced = Plan(generate_s=(4.0, 4.0), train_s=2.0, micro_batch_tokens=1000, steps=8)
+    slow = run_virtual(run_stream(replace(balanced, max_staleness=0)))
+    fast = run_virtual(run_stream(balanced))
     assert fast.step_ends[-1] < 0.75 * slow.step_ends[-1]
 
 

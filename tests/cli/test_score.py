@@ -20,10 +20,8 @@ from streamrl.cli.main import main
 from streamrl.cli.score import combine_verdicts
 from streamrl.messages import (
     Experience,
-    FinishReason,
     GroupLease,
     Prompt,
-    Rollout,
     rollouts_to_columns,
 )
 from streamrl.rewards.group_filter import accept_group
@@ -31,6 +29,7 @@ from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import RewardScorer
 from streamrl.telemetry.config import RolloutConfig
+from tests.rollouts import make_rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = (
@@ -77,16 +76,8 @@ class Characters:
 
 
 def experience(row, completions):
-    start, rollouts = np.array([0], np.int32), []
-    for text in completions:
-        rollouts.append(
-            Rollout.from_single_turn(
-                *(start, list(map(ord, text))),
-                logprobs=[-1.0] * len(text),
-                versions=[0] * len(text),
-                finish_reason=FinishReason.STOP,
-            )
-        )
+    start = np.array([0], np.int32)
+    rollouts = [make_rollout(start, list(map(ord, text))) for text in completions]
     prompt = Prompt("0:0:0", start, ground_truth=row)
     lease = GroupLease(token=1, uid=prompt.uid, stage="any", attempt=1, expires_at=9.0)
     return Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))

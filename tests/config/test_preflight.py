@@ -21,8 +21,9 @@ from streamrl.config.preflight import (
 from streamrl.config.role_counts import with_placement_mode
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.messages import FinishReason, Rollout, rollouts_to_columns
+from streamrl.messages import rollouts_to_columns
 from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
+from tests.rollouts import make_rollout
 from tests.toy import write_toy
 
 MB = 1 << 20
@@ -47,14 +48,7 @@ def choose(config: RunConfig, prepared: PreparedRun, cpus: int, gpus: int = 0) -
 def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]):
     config, prepared = run
     new, size = config.generator.max_new_tokens, config.algorithm.group_size
-    prompt = np.ones(prepared.max_length - new, np.int32)
-    rollout = Rollout.from_single_turn(
-        prompt,
-        [1] * new,
-        logprobs=[-1.0] * new,
-        versions=[10**6] * new,
-        finish_reason=FinishReason.LENGTH,
-    )
+    rollout = make_rollout([1] * (prepared.max_length - new), [1] * new, version=10**6)
     names = ["scores", *(f"reward/{name}" for name in prepared.component_columns)]
     scores = {name: np.ones(size, np.float32) for name in names}
     reference = {"ref_logprobs": np.zeros(size * prepared.max_length, np.float32)}

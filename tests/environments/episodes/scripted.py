@@ -14,7 +14,8 @@ from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.driver import EpisodeDriver
 from streamrl.environments.interface import EnvironmentStep, Reply, ResetResult
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
-from streamrl.messages import FinishReason, Prompt, Rollout
+from streamrl.messages import FinishReason, Prompt
+from tests.rollouts import make_rollout
 
 END = ord(";")
 DONE = EnvironmentStep(reward=1.0, done=True)
@@ -85,14 +86,9 @@ class ScriptedSampler:
         finally:
             self.num_running -= 1
         has_ended = bool(turn) and turn[-1] in stop_token_ids
+        reason = FinishReason.STOP if has_ended else FinishReason.LENGTH
         return [
-            Rollout.from_single_turn(
-                prompt_ids,
-                turn,
-                logprobs=[-0.5] * len(turn),
-                versions=versions,
-                finish_reason=FinishReason.STOP if has_ended else FinishReason.LENGTH,
-            )
+            make_rollout(prompt_ids, turn, versions=versions, logprob=-0.5, finish_reason=reason)
         ]
 
 
