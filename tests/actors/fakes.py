@@ -1,13 +1,16 @@
 """Fakes of actors: handles, and the config of a run that none of its files need to exist for."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from streamrl.config.preflight import PreparedRun
 from streamrl.config.run_config import ModelConfig, RunConfig
 from streamrl.data.config import DataConfig
+from streamrl.messages import Array
 from streamrl.resharding.storage import ShardStorage
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightLoadStats
@@ -66,3 +69,16 @@ class FakeGenerator:
     async def activate_version(self, version: int) -> WeightLoadStats:
         self.calls.append(version)
         return WeightLoadStats()
+
+
+def make_rollout_columns(tokens: int, seed: Sequence[int] = ()) -> dict[str, Array]:
+    """Return the columns of a group of two rollouts."""
+    rng = np.random.default_rng(seed)
+    return {
+        "token_ids": rng.integers(0, 50_000, tokens, np.int32),
+        "loss_mask": np.ones(tokens, np.bool_),
+        "generator_logprobs": -rng.random(tokens, np.float32),
+        "policy_version": np.zeros(tokens, np.int32),
+        "lengths": np.array([tokens - 2, 2], np.int32),
+        "finish_reason": np.zeros(2, np.int8),
+    }

@@ -162,11 +162,8 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
         ray.wait(replies or [ray.put(0)], num_returns=len(replies) or 1, timeout=30.0)
     (event,) = events
     assert event.name == "silent" and event.fields["actor"] == "trainer-0"
-    assert event.fields["reason"] == (
-        "trainer-0 has not answered for 12 s (run.silent_s): its process cannot be restarted, so"
-        " the run waits for it. If it was stopped, kill -CONT continues it; otherwise stop the run"
-        " and use streamrl train --resume"
-    )
+    reason = "trainer-0 has not answered for 12 s (run.silent_s): its process cannot be restarted"
+    assert event.fields["reason"].startswith(reason)
     assert find_unresponsive(processes, timeout_s=1.0) == ["generator-1"], "stopped, not killed"
 
 

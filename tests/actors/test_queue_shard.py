@@ -26,6 +26,7 @@ from streamrl.buffer import (
 from streamrl.buffer.encoding import LARGE_BLOB_BYTES
 from streamrl.errors import ActorLostError, ContractError
 from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
+from tests.actors.fakes import make_rollout_columns
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("local_ray")]
 
@@ -69,15 +70,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def columns_of(uid: str) -> Columns:
-    tokens = SIZES[uid]
-    return {
-        "token_ids": np.arange(tokens, dtype=np.int32),
-        "loss_mask": np.ones(tokens, np.bool_),
-        "generator_logprobs": np.linspace(-1, 0, tokens, dtype=np.float32),
-        "policy_version": np.zeros(tokens, np.int32),
-        "lengths": np.array([tokens - 2, 2], np.int32),
-        "finish_reason": np.zeros(2, np.int8),
-    }
+    return make_rollout_columns(SIZES[uid])
 
 
 def prompts() -> list[Prompt]:

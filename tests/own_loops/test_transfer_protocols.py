@@ -180,16 +180,6 @@ def test_slicing_a_column_equals_slicing_its_concatenation(lengths: list[int], d
     assert again == sliced or len(again) == len(sliced) == 0
 
 
-def test_an_empty_slice_keeps_its_columns():
-    mesh = make_mesh("1-1-2")
-    answers, back = call_through("DP", mesh, make_batch(0))
-    assert [parts_of(answer) for answer in answers] == [(RowSlice("x", "x", 0, 0),)] * 2
-    assert parts_of(back) == (RowSlice("x", "x", 0, 0),)
-    # Joined with rows, an empty slice needs no fetch.
-    empty = BatchRef.from_stored("y", ["x"], 0)
-    assert parts_of(join_batches([empty, make_batch(2)])) == (RowSlice("x", "x", 0, 2),)
-
-
 def test_columns_of_two_batches_are_sliced_together():
     scores = (RowSlice("a", "scores", 3, 5), RowSlice("b", "scores", 0, 2))
     half = (make_batch(4, "ids") | BatchRef({"scores": scores})).slice_rows(1, 3)

@@ -69,10 +69,6 @@ class Doubler:
     def sleep(self, seconds):
         time.sleep(seconds)
 
-    @transfers("RANK_ZERO")
-    def die(self):
-        os._exit(3)
-
 
 def make_mesh(grid: str) -> WorkerMesh:
     return WorkerMesh(RankGrid.from_text(grid).assign_ranks())
@@ -125,8 +121,6 @@ def test_columns_of_batches_and_replies_are_joined_dropped_and_renamed(group: Wo
     found = (more | (prompts.drop("x") | doubled)).load()
     expected = {"w": [0, 1, 2, 3], "y": [0, 1, 2, 3], "z": [0, 2, 4, 6]}
     assert {name: column.tolist() for name, column in found.items()} == expected
-    with pytest.raises(ValueError, match="columns x are in both"):
-        (prompts | group.double(prompts)).load()
 
 
 def test_ranks_know_their_context_and_rendezvous(group: WorkerGroup):
@@ -142,9 +136,7 @@ def test_a_rank_must_return_as_many_rows_as_it_receives(group: WorkerGroup):
         group.uneven(put({"x": np.arange(8.0)})).get()
 
 
-def test_put_accepts_only_columns_of_equal_length(group: WorkerGroup):
-    with pytest.raises(ValueError, match=r"Doubler\.double: a dict of columns .*put\(\.\.\.\)"):
-        group.double({"x": np.arange(3.0)})
+def test_put_accepts_only_columns():
     for wrong in ({"x": 3}, {"x": "abc"}, None):
         with pytest.raises(ValueError, match="put: a batch must be a dict of columns"):
             put(wrong)  # type: ignore[arg-type]
@@ -212,7 +204,6 @@ def test_a_failure_is_reported_once(tmp_path: Path):
     run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="failing")
     assert run.wait(400.0) == 0, run.output
     assert "error: Broken-0.fail: KeyError: 'boom 0'" in run.output
-    assert "error: Broken-0.start: TypeError" in run.output
     for trace in ("Unhandled error", "Traceback"):
         assert trace not in run.output
 
@@ -229,9 +220,8 @@ from streamrl.resharding.grids import RankGrid
 
 
 class Broken:
-    def __init__(self, context, number=0):
+    def __init__(self, context):
         self.rank = context.rank
-        self.number = number + 1
 
     @transfers("DP")
     def fail(self, batch):
@@ -239,19 +229,14 @@ class Broken:
         raise KeyError(f"boom {self.rank}")
 
 
-def report_error(call):
-    try:
-        call()
-    except ActorError as error:
-        print("error:", str(error).splitlines()[0])
-
-
 ray.init(address="local", num_cpus=2, include_dashboard=False)
 pool = ResourcePool(2)
 mesh = WorkerMesh(RankGrid(1, 1, 2).assign_ranks())
 group = WorkerGroup(pool, Broken, mesh=mesh)
-report_error(group.fail(put({"x": [1, 2]})).get)
-report_error(WorkerGroup(pool, Broken, "no number", mesh=mesh).wait_until_ready)
+try:
+    group.fail(put({"x": [1, 2]})).get()
+except ActorError as error:
+    print("error:", str(error).splitlines()[0])
 time.sleep(3)
 """
 
@@ -259,21 +244,18 @@ time.sleep(3)
 def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup):
     with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
-    message = "doubel is not a method of the group; its methods: die, double, "
+    message = "doubel is not a method of the group; its methods: double, "
     with pytest.raises(AttributeError, match=message):
         group.doubel  # noqa: B018
 
 
 @pytest.mark.slow
-def test_a_hung_or_dead_worker_is_reported(pool: ResourcePool):
+def test_a_hung_worker_is_reported(pool: ResourcePool):
     group = WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-1"), timeout_s=2.0)
     pending = group.sleep(60.0)
     with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 2 s from rank 0"):
         pending.get()
     group.close()
-    dying_group = WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-1"), timeout_s=60.0)
-    with pytest.raises(ActorLostError, match=r"Doubler-0\.die: the actor died"):
-        dying_group.die().get()
 
 
 class Served(Doubler):

@@ -73,6 +73,11 @@ def is_version(storage: ShardStorage, version: int) -> bool:
     return is_equal and storage.version == version
 
 
+def allocate_pair(source: ModelLayout, target: ModelLayout) -> tuple[ShardStorage, ShardStorage]:
+    rank = dist.get_rank()
+    return allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
+
+
 def reshard_twice(
     executor: ReshardingExecutor, source: ModelLayout, target: ModelLayout
 ) -> dict[str, Any]:
@@ -80,12 +85,10 @@ def reshard_twice(
 
     Returns whether both results are right, and the stats of the second run.
     """
-    rank = dist.get_rank()
-    separate = allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
     exact = []
     for version, (source_storage, target_storage) in (
-        (3, separate),
-        (4, allocate_overlapping(source, target, rank, DTYPES)),
+        (3, allocate_pair(source, target)),
+        (4, allocate_overlapping(source, target, dist.get_rank(), DTYPES)),
     ):
         fill(target_storage, 2)
         moved = executor.run(fill(source_storage, version), target_storage)
@@ -145,58 +148,37 @@ def reshard_between_pools() -> dict[str, Any]:
 
 def reshard_shared_memory() -> dict[str, Any]:
     """Reshard training shards inside the generation weights; data that stays is not copied."""
-    rank = dist.get_rank()
     source, target = make_layout("1-4-1"), make_layout("1-2-2")
-    target_storage = allocate_storage(target, rank, DTYPES)
+    source_storage, target_storage = allocate_pair(source, target)
     # Rank 0 serves the first half and trains its first quarter; rank 3 trains the last quarter.
-    stays = rank in (0, 3)
-    source_storage = (
-        create_from_storage(source, rank, target_storage)
-        if stays
-        else allocate_storage(source, rank, DTYPES)
-    )
+    if dist.get_rank() in (0, 3):
+        source_storage = create_from_storage(source, dist.get_rank(), target_storage)
     moved = PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(
         fill(source_storage, 5), target_storage
     )
     return {"exact": is_version(target_storage, 5), "copied": moved.copied_bytes}
 
 
-def run_odd_version() -> dict[str, str]:
-    """Give one rank a different version: no rank moves anything."""
-    rank = dist.get_rank()
+def run_failing(own_version: int, **options: Any) -> dict[str, Any]:
+    """Reshard; return the error, and whether the target is as before."""
     source, target = make_layout("1-4-1"), make_layout("1-2-2")
-    source_storage, target_storage = (
-        allocate_storage(source, rank, DTYPES),
-        allocate_storage(target, rank, DTYPES),
-    )
-    fill(source_storage, 8 if rank == 2 else 7)
+    source_storage, target_storage = allocate_pair(source, target)
     fill(target_storage, 6)
+    executor = PointToPointExecutor(plan_copies(source, target, CLUSTER), **options)
+    error = ""
     try:
-        PointToPointExecutor(plan_copies(source, target, CLUSTER)).run(
-            source_storage, target_storage
-        )
-    except WeightsError as error:
-        return {"error": str(error), "kept": str(is_version(target_storage, 6))}
-    return {"error": "", "kept": ""}
+        executor.run(fill(source_storage, own_version), target_storage)
+    except WeightsError as caught:
+        error = str(caught)
+    return {"error": error, "kept": is_version(target_storage, 6)}
 
 
-def run_without_last_rank() -> dict[str, str]:
+def run_without_last_rank() -> dict[str, Any]:
     """Leave out the last rank: the others raise within their deadline."""
-    rank = dist.get_rank()
-    source, target = make_layout("1-4-1"), make_layout("1-2-2")
-    executor = PointToPointExecutor(plan_copies(source, target, CLUSTER), timeout_s=LATE_S)
-    if rank == WORLD - 1:
+    if dist.get_rank() == WORLD - 1:
         time.sleep(LATE_S + 2.0)
-        return {"error": "absent"}
-    source_storage, target_storage = (
-        allocate_storage(source, rank, DTYPES),
-        allocate_storage(target, rank, DTYPES),
-    )
-    try:
-        executor.run(fill(source_storage, 9), target_storage)
-    except WeightsError as error:
-        return {"error": str(error)}
-    return {"error": ""}
+        return {}
+    return run_failing(9, timeout_s=LATE_S)
 
 
 def run_rank(rank: int, folder: Path) -> dict[str, Any]:
@@ -207,7 +189,7 @@ def run_rank(rank: int, folder: Path) -> dict[str, Any]:
         "executors": run_all_executors(),
         "pools": reshard_between_pools(),
         "shared": reshard_shared_memory(),
-        "odd_version": run_odd_version(),
+        "odd_version": run_failing(8 if rank == 2 else 7),
         # Runs last, because it breaks the connections.
         "absent": run_without_last_rank(),
     }

@@ -121,7 +121,7 @@ def test_different_versions_are_refused_and_the_target_stays(ranks: list[dict[st
     expected = "hold different versions (rank 0: 7, rank 1: 7, rank 2: 8, rank 3: 7)"
     for results in ranks:
         assert expected in results["odd_version"]["error"]
-        assert results["odd_version"]["kept"] == "True"
+        assert results["odd_version"]["kept"]
 
 
 def test_an_absent_rank_raises_at_the_deadline(ranks: list[dict[str, Any]]):

@@ -101,18 +101,6 @@ def test_partitioned_replicas_cover_every_element_together(sizes: str, order: st
             )
 
 
-def test_zero3_stores_flat_ranges_of_a_shard():
-    seating = RankGrid.from_text("1-2-3").assign_ranks()
-    layout = partition_zero3(create_layout(transformer(), seating), seating.list_dp_groups())
-    # 3 replicas share the 6x4 elements of tensor rank 1's half of the embedding: 16 each.
-    embed = full_tensor(layout, "embed")[6:].flatten()
-    assert [stored(layout, rank, "embed").tolist() for rank in (1, 3, 5)] == [
-        part.tolist() for part in embed.split(16)
-    ]
-    down = full_tensor(layout, "1.down")[:, 12:].flatten()
-    assert stored(layout, 5, "1.down").equal(down[64:])
-
-
 def test_fsdp2_chunks_tensor_parallel_shards_along_the_first_dimension():
     seating = RankGrid.from_text("1-2-2").assign_ranks()
     layout = partition_fsdp2(create_layout(transformer(), seating), seating.list_dp_groups())

@@ -29,7 +29,6 @@ from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fs
 from streamrl.resharding.plans import (
     CopyPlan,
     NodeTopology,
-    find_patterns,
     plan_copies,
     plan_gather,
 )
@@ -170,18 +169,6 @@ def test_data_that_no_rank_holds_is_named():
         plan_copies(half, full, CLUSTER)
     with pytest.raises(ValueError, match=r"needed by rank 0: no rank of its group \[0\] holds it"):
         plan_gather(train, full, [[0], [1]])
-
-
-def test_equally_sharded_layers_form_one_pattern():
-    model = transformer(layers=8)
-    full = create_layout(model, RankGrid.from_text("1-1-6").assign_ranks())
-    for divide in (partition_zero3, partition_fsdp2):
-        patterns = find_patterns(divide(full, [list(range(6))]), full)
-        assert [pattern.tensors[0] for pattern in patterns] == [
-            *("embed", "1.norm", "1.qkv", "1.o", "1.gate_up", "1.down")
-        ]
-        assert sum(len(pattern.tensors) for pattern in patterns) == len(model.tensors)
-        assert patterns[1].tensors[-1] == "norm"
 
 
 def test_planning_cost_grows_with_ranks_but_not_with_layers(monkeypatch: pytest.MonkeyPatch):

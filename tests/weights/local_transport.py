@@ -1,7 +1,11 @@
 """Transport within a process: an object store whose handles are the arrays."""
 
 import numpy as np
+import torch
 
+from streamrl.weights import WeightManifest
+from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.transport import TransportReader, TransportWriter
 from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
 
 
@@ -17,3 +21,33 @@ class LocalReader(ObjectStoreReader):
 
     def __init__(self) -> None:
         super().__init__("policy", lambda handles, subject, timeout_s: handles)
+
+
+class Versions:
+    """Versions of a model with tensors of these sizes; values depend only on the version."""
+
+    def __init__(self, *sizes: int, bucket_bytes: int) -> None:
+        self._sizes, self._bucket_bytes = sizes, bucket_bytes
+
+    def make_tensors(self, version: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(version)
+        return {
+            f"t{i}": torch.randn(size, generator=generator) for i, size in enumerate(self._sizes)
+        }
+
+    def publish(self, writer: TransportWriter, version: int) -> WeightManifest:
+        tensors = self.make_tensors(version).items()
+        return publish_version(
+            tensors, version=version, bucket_bytes=self._bucket_bytes, writer=writer
+        )
+
+    def are_equal(self, tensors: dict[str, torch.Tensor], version: int) -> bool:
+        expected = self.make_tensors(version)
+        return tensors.keys() == expected.keys() and all(
+            torch.equal(tensors[name], expected[name]) for name in expected
+        )
+
+    def fetch(self, reader: TransportReader, manifest: WeightManifest) -> bool:
+        """Return whether the reader fetches exactly the tensors of the version."""
+        tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+        return self.are_equal(tensors, manifest.version)

@@ -51,7 +51,7 @@ class StandInCuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCuda]:
     cuda = StandInCuda()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(devices, "_get_gpu_module", lambda: SimpleNamespace(cudart=lambda: cuda))
     for module in (devices, shared_memory, pinned_memory):
         monkeypatch.setattr(module, "has_local_gpu", lambda: True)
     monkeypatch.setattr(pinned_memory, "FREE_BLOCKS", defaultdict(list))
@@ -68,34 +68,35 @@ def publish(writer: SharedMemoryWriter, version: int, elements: int = 1000) -> W
     )
 
 
-def test_both_ends_copy_from_pinned_memory_and_pin_each_segment_once(
+@pytest.fixture
+def ends(
     cuda: StandInCuda, tmp_path: Path
-):
+) -> Iterator[tuple[SharedMemoryWriter, SharedMemoryReader]]:
     writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)
     reader = SharedMemoryReader("policy", LocalReader())
-    try:
-        pins = []
-        for version in range(8):
-            manifest = publish(writer, version)
-            buckets = reader.fetch_buckets(manifest)
-            assert all(cuda.holds(data) and not data.flags.writeable for data in buckets)
-            tensors = unpack_tensors(manifest, buckets)
-            assert all(torch.all(tensors[f"t{i}"] == version + i) for i in range(3))
-            del buckets, tensors
-            pins.append(cuda.num_pins)
-        assert pins[3:] == pins[3:4] * 5, "segments that are used again stay pinned"
-        writer.begin_version(8)
-        assert cuda.holds(writer.allocate_buffer(4000)), "the trainer writes to pinned memory"
-    finally:
-        reader.close()
-        writer.close()
+    yield writer, reader
+    reader.close()
+    writer.close()
 
 
-def test_fetched_buckets_stay_pinned_and_locked_until_the_arrays_are_gone(
-    cuda: StandInCuda, tmp_path: Path
-):
-    writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)
-    reader = SharedMemoryReader("policy", LocalReader())
+def test_both_ends_copy_from_pinned_memory_and_pin_each_segment_once(cuda: StandInCuda, ends):
+    writer, reader = ends
+    pins = []
+    for version in range(8):
+        manifest = publish(writer, version)
+        buckets = reader.fetch_buckets(manifest)
+        assert all(cuda.holds(data) and not data.flags.writeable for data in buckets)
+        tensors = unpack_tensors(manifest, buckets)
+        assert all(torch.all(tensors[f"t{i}"] == version + i) for i in range(3))
+        del buckets, tensors
+        pins.append(cuda.num_pins)
+    assert pins[3:] == pins[3:4] * 5, "segments that are used again stay pinned"
+    writer.begin_version(8)
+    assert cuda.holds(writer.allocate_buffer(4000)), "the trainer writes to pinned memory"
+
+
+def test_fetched_buckets_stay_pinned_and_locked_until_the_arrays_are_gone(cuda: StandInCuda, ends):
+    writer, reader = ends
     manifest = publish(writer, 0)
     held = reader.fetch_buckets(manifest)[0]
     for version in range(1, 5):
@@ -108,36 +109,25 @@ def test_fetched_buckets_stay_pinned_and_locked_until_the_arrays_are_gone(
     del held
 
 
-def test_segments_that_the_publisher_removed_are_unpinned(cuda: StandInCuda, tmp_path: Path):
-    writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)
-    reader = SharedMemoryReader("policy", LocalReader())
+def test_segments_that_the_publisher_removed_are_unpinned(cuda: StandInCuda, ends):
+    writer, reader = ends
     for version, elements in enumerate((1000, 5000, 5000, 5000, 5000)):
         reader.fetch_buckets(publish(writer, version, elements))
     gc.collect()
     assert min(cuda.pinned.values()) >= 5 * 4000, "the small segments are gone"
-    reader.close()
-    writer.close()
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cuda: StandInCuda, ends, monkeypatch: pytest.MonkeyPatch
 ):
-    refusing = SimpleNamespace(cudaHostRegister=lambda address, num_bytes, flags: 2)
-    gpu = SimpleNamespace(cudart=lambda: refusing)
-    monkeypatch.setattr(devices, "_get_gpu_module", lambda: gpu)
-    monkeypatch.setattr(devices, "GPU", "cpu")
-    for module in (devices, shared_memory, pinned_memory):
-        monkeypatch.setattr(module, "has_local_gpu", lambda: True)
-    monkeypatch.setattr(pinned_memory, "FREE_BLOCKS", defaultdict(list))
+    writer, reader = ends
+    monkeypatch.setattr(devices, "GPU", "cpu")  # where the error is cleared
+    monkeypatch.setattr(cuda, "cudaHostRegister", lambda address, num_bytes, flags: 2)
     allocate_pinned(1_000).fill(1)
     assert allocate_pinned(0).shape == (0,)
-    writer = SharedMemoryWriter("pinned", LocalWriter(), keep_versions=1, directory=tmp_path)
-    reader = SharedMemoryReader("policy", LocalReader())
     manifest = publish(writer, 3)
     tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
     assert torch.all(tensors["t1"] == 4)
-    reader.close()
-    writer.close()
 
 
 def test_pinned_memory_has_the_exact_size_and_serves_the_next_version(cuda: StandInCuda):

@@ -10,7 +10,6 @@ import pytest
 from streamrl.actors.actor_context import ActorReport
 from streamrl.actors.coordination.driver_events import (
     DriverEvents,
-    DriverReport,
     EventReport,
     RolloutReport,
     StepReport,
@@ -320,24 +319,19 @@ async def test_update_metrics_are_averaged_over_the_updates_of_a_model():
     assert report.row["critic/grad_norm"] == 3.0
 
 
-async def report_work(seconds: float) -> list[DriverReport]:
-    """Return the reports on work that counts ten units in `seconds`."""
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(1.9, []), (5.5, [(2.0, 3), (3.0, 5), (4.0, 7), (5.0, 9)])],
+)
+@in_virtual_time
+async def test_long_work_is_reported_every_second_until_it_ends(
+    seconds: float, expected: list[tuple[float, int]]
+):
     events, status = DriverEvents(), WorkStatus("evaluating version 3", 10, "prompts")
     with events.report_status(status):
         for _ in range(10):
             await asyncio.sleep(seconds / 10)
             status.advance()
-    return await events.read_after(0, 0.0)
-
-
-@in_virtual_time
-async def test_short_work_only_clears_the_status():
-    assert await report_work(1.9) == [WorkStatus("")]
-
-
-@in_virtual_time
-async def test_long_work_is_reported_every_second_until_it_ends():
-    *reports, last = await report_work(5.5)
-    times = [(r.elapsed_s, r.completed) for r in reports if isinstance(r, WorkStatus)]
-    assert times == [(2.0, 3), (3.0, 5), (4.0, 7), (5.0, 9)]
-    assert last == WorkStatus("")
+    *reports, last = await events.read_after(0, 0.0)
+    assert [(r.elapsed_s, r.completed) for r in reports if isinstance(r, WorkStatus)] == expected
+    assert last == WorkStatus("") and len(reports) == len(expected)

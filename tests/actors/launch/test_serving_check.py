@@ -33,11 +33,8 @@ def probe_with(monkeypatch: pytest.MonkeyPatch):
     return probe
 
 
-def test_a_served_model_has_no_note(probe_with):
+def test_a_served_model_has_no_note_and_a_probe_without_a_verdict_has_one(probe_with):
     assert probe_with("""echo '""'""") == ""
-
-
-def test_a_probe_without_a_verdict_is_a_note(probe_with):
     assert probe_with("exit 3").endswith("exit code 3")
     assert probe_with("sleep 600").endswith("generator.start_timeout_s=0.5")
 

@@ -69,14 +69,8 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
     [
         ([], {"policy": (4 * WHOLE, 1)}),
         (["generator.replicas=4"], {"policy": (4 * WHOLE, 4)}),
-        (["trainer.dtype=bfloat16"], {"policy": (2 * WHOLE, 1)}),
         (["trainer.dtype=auto", "trainer.backend=torch"], {"policy": (4 * WHOLE, 1)}),
-        (["trainer.lora_rank=4"], {"policy": (4 * 4 * ENDS, 1)}),
         (MOVING, {"policy": (4 * WHOLE, 1), "reference": (4 * WHOLE, 1)}),
-        (
-            [*MOVING, "trainer.dtype=bfloat16"],
-            {"policy": (2 * WHOLE, 1), "reference": (2 * WHOLE, 1)},
-        ),
         (
             [*MOVING, "trainer.dtype=bfloat16", "reference.decay=0.9"],
             {"policy": (2 * WHOLE, 1), "reference": (4 * WHOLE, 1)},

@@ -17,7 +17,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, transport
-from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.buckets import publish_version
 from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     CollectiveReader,
@@ -26,23 +26,12 @@ from streamrl.weights.transports.collective import (
 )
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from tests import forked
-from tests.weights.local_transport import LocalReader, LocalWriter
+from tests.weights.local_transport import LocalReader, LocalWriter, Versions
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 TIMEOUT_S = 12.0
-
-
-def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(version)
-    return {f"t{i}": torch.randn(300_000, generator=generator) for i in range(4)}
-
-
-def is_version(tensors: dict[str, torch.Tensor], version: int) -> bool:
-    expected = tensors_of(version)
-    return tensors.keys() == expected.keys() and all(
-        torch.equal(tensors[n], expected[n]) for n in expected
-    )
+VERSIONS = Versions(*[300_000] * 4, bucket_bytes=1_200_000)
 
 
 def follow_manifests(pipe: Connection, name: str) -> None:
@@ -60,8 +49,8 @@ def follow_manifests(pipe: Connection, name: str) -> None:
         manifest, dies_at = pipe.recv()
         if dies_at is not None:
             die_before_bucket(dies_at)
-        tensors = unpack_tensors(manifest, collective_reader.fetch_buckets(manifest))
-        pipe.send((is_version(tensors, manifest.version), collective_reader.fallback_reason))
+        is_right = VERSIONS.fetch(collective_reader, manifest)
+        pipe.send((is_right, collective_reader.fallback_reason))
 
 
 def die_before_bucket(bucket: int) -> None:
@@ -81,14 +70,11 @@ def die_before_bucket(bucket: int) -> None:
 
 
 class Reader:
-    """A reader in its own process."""
+    """A reader in its own process, whose start takes longer than a broadcast may."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.process, self._pipe = forked.start(follow_manifests, name)
-
-    def wait_until_ready(self) -> None:
-        """Wait for the process, whose start takes longer than a broadcast may."""
         assert self._pipe.recv() == "ready"
 
     def pull(self, manifest: WeightManifest, *, dies_at: int | None = None) -> None:
@@ -118,20 +104,12 @@ class Broadcasting:
         self.version = -1
 
     def add(self, *names: str) -> None:
-        readers = [Reader(name) for name in names]
-        for reader in readers:
-            reader.wait_until_ready()
-        self.readers += readers
+        self.readers += map(Reader, names)
 
     def put(self) -> WeightManifest:
         self.version += 1
         self.writer.set_readers([reader.name for reader in self.readers])
-        return publish_version(
-            tensors_of(self.version).items(),
-            version=self.version,
-            bucket_bytes=1_200_000,
-            writer=self.writer,
-        )
+        return VERSIONS.publish(self.writer, self.version)
 
     def round(self, readers: Sequence[Reader] | None = None) -> list[tuple[bool, str | None]]:
         """Publish a version and return the outcomes of these readers."""
@@ -167,7 +145,6 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: B
         reader.pull(manifest)
     assert [reader.outcome() for reader in cluster.readers] == [(True, None)] * 3
     early = Reader("d")
-    early.wait_until_ready()
     try:
         early.pull(manifest)
         assert early.outcome() == (True, None), "a new reader is not a member yet"
@@ -185,22 +162,23 @@ def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback():
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8, always_copies=False)
     member = CollectiveReader("a", LocalReader(), timeout_s=8)
     writer.set_readers(["a"])
-    copies = []
+    copies, num_keys = [], []
     for version in range(4):
-        manifest = publish(writer, version)
-        received = member.fetch_buckets(manifest)
-        assert is_version(unpack_tensors(manifest, received), version)
+        manifest = VERSIONS.publish(writer, version)
+        assert VERSIONS.fetch(member, manifest)
         assert member.fallback_reason is None
         copies.append(manifest.handles[0].fallback_handle is not None)
+        writer._wait_for_send()
+        num_keys.append(writer._store.num_keys())
     assert copies == [True, False, False, False]
+    assert num_keys[1:] == num_keys[1:2] * 3, "the store's keys of old versions are deleted"
     newcomer = CollectiveReader("b", LocalReader(), timeout_s=8)
     with pytest.raises(WeightsError, match="weights version 3 went to its readers only"):
         newcomer.fetch_buckets(manifest)
     # Two refused loads make the coordinator publish the version again.
     writer.set_readers(["a", "b"])
-    manifest = publish(writer, 3)
-    assert is_version(unpack_tensors(manifest, newcomer.fetch_buckets(manifest)), 3)
-    manifest = publish(writer, 4)
+    assert VERSIONS.fetch(newcomer, VERSIONS.publish(writer, 3))
+    manifest = VERSIONS.publish(writer, 4)
     assert manifest.handles[0].epoch.members == ("a", "b")
     assert manifest.handles[0].fallback_handle is not None, "a new group may fail"
     for end in (member, newcomer, writer):
@@ -259,7 +237,7 @@ def test_an_absent_member_delays_the_next_version_only_by_the_gathering(
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
     writer.set_readers(["absent"])
     start = time.monotonic()
-    publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
+    VERSIONS.publish(writer, 0)
     assert time.monotonic() - start < 1.5, "gathering members takes 2 s, in the background"
     writer.begin_version(1)  # does not refill staging buffers during a broadcast
     assert 2 <= time.monotonic() - start < 6
@@ -294,20 +272,6 @@ def test_a_restarted_member_uses_the_fallback_for_the_version_of_its_dead_predec
     assert outcome == [(True, None)]
 
 
-def publish(writer: CollectiveWriter, version: int) -> WeightManifest:
-    return publish_version(
-        tensors_of(version).items(), version=version, bucket_bytes=1_200_000, writer=writer
-    )
-
-
-def publish_and_fetch(
-    writer: CollectiveWriter, collective_reader: CollectiveReader, version: int
-) -> bool:
-    """Publish a version and fetch it in this process; return True if it is right."""
-    manifest = publish(writer, version)
-    return is_version(unpack_tensors(manifest, collective_reader.fetch_buckets(manifest)), version)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("bytes_per_s", "arrives"), [(100e6, False), (4e5, True)])
 def test_a_broadcasts_deadline_grows_with_its_bytes(
@@ -328,7 +292,7 @@ def test_a_broadcasts_deadline_grows_with_its_bytes(
     collective_reader = CollectiveReader("a", LocalReader(), timeout_s=4)
     writer.set_readers(["a"])
     # 4.8 MB in four buckets; with the header the five broadcasts take 6 s.
-    assert publish_and_fetch(writer, collective_reader, 0)
+    assert VERSIONS.fetch(collective_reader, VERSIONS.publish(writer, 0))
     assert (collective_reader.fallback_reason is None) is arrives
     writer.close()
     assert (writer.send_failure is None) is arrives
@@ -429,21 +393,6 @@ def test_a_header_of_another_version_or_epoch_is_refused(expected: tuple[int, in
             reading.result(TIMEOUT_S)
 
 
-def test_store_keys_of_old_versions_are_deleted():
-    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=10)
-    collective_reader = CollectiveReader("a", LocalReader(), timeout_s=10)
-    writer.set_readers(["a"])
-    num_keys = []
-    for version in range(6):
-        assert publish_and_fetch(writer, collective_reader, version)
-        assert collective_reader.fallback_reason is None
-        writer._wait_for_send()
-        num_keys.append(writer._store.num_keys())
-    assert num_keys[1:] == num_keys[1:2] * 5
-    writer.close()
-    collective_reader.close()
-
-
 def test_the_error_names_the_failures_of_broadcast_and_fallback():
     class Closed(LocalReader):
         def fetch_buckets(self, manifest: WeightManifest) -> list[Array]:
@@ -451,7 +400,7 @@ def test_the_error_names_the_failures_of_broadcast_and_fallback():
 
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
     writer.set_readers(["a", "absent"])
-    manifest = publish_version(tensors_of(0).items(), version=0, bucket_bytes=10**7, writer=writer)
+    manifest = VERSIONS.publish(writer, 0)
     collective_reader = CollectiveReader("a", Closed(), timeout_s=8)
     pattern = r"bucket 0: gone \(weights version 0 was not sent: absent did not join in time"
     with pytest.raises(WeightsError, match=pattern):

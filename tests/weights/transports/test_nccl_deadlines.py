@@ -19,16 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamrl.distributed.devices import NCCL_ENV
-from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transports import collective
-from streamrl.weights.transports.collective import (
-    NCCL_WATCHDOG_ENV,
-    CollectiveReader,
-    CollectiveWriter,
-)
+from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
 from tests import forked
-from tests.weights.local_transport import LocalReader, LocalWriter
+from tests.weights.local_transport import LocalReader, LocalWriter, Versions
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -36,6 +30,7 @@ TIMEOUT_S = 8.0
 ENDED_BY_WATCHDOG = 134
 ENDED_BY_MONITOR = 135
 DYING_VERSION = 1
+VERSIONS = Versions(*[1000] * 4, bucket_bytes=4000)
 
 
 class StandInWork:
@@ -99,34 +94,21 @@ class StandInNccl:
             time.sleep(0.01)
 
 
-def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    return {f"t{i}": torch.full((1000,), float(version + i)) for i in range(4)}
-
-
 def use_stand_in() -> None:
     """Make the groups of this process as on GPUs."""
     vars(dist)["ProcessGroupNCCL"] = StandInNccl
     collective.make_gloo_group = collective.make_nccl_group
 
 
-def publish_versions(
-    pipe: Connection,
-    watchdog_env: dict[str, str] = NCCL_WATCHDOG_ENV,
-    env: dict[str, str] = NCCL_ENV,
-    *,
-    reports_lost_peers: bool = False,
-) -> None:
+def publish_versions(pipe: Connection, *, reports_lost_peers: bool) -> None:
     """Publish to the reader `a`, and without it after a failure; send each manifest and failure."""
     use_stand_in()
     StandInNccl.reports_lost_peers = reports_lost_peers
-    collective.NCCL_WATCHDOG_ENV, collective.NCCL_ENV = watchdog_env, env
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=TIMEOUT_S)
     pipe.send("ready")
     for version in range(DYING_VERSION + 2):
         writer.set_readers(["a"] if version <= DYING_VERSION else [])
-        tensors = tensors_of(version).items()
-        manifest = publish_version(tensors, version=version, bucket_bytes=4000, writer=writer)
-        pipe.send(manifest)
+        pipe.send(VERSIONS.publish(writer, version))
         writer._wait_for_send()
         pipe.send(writer.send_failure)
     writer.close()
@@ -150,9 +132,7 @@ def read_versions(pipe: Connection) -> None:
             broadcast(self, *arguments)
 
         collective.BroadcastGroup.broadcast_tensor = broadcast_or_die  # type: ignore[method-assign, assignment]
-        tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
-        expected = tensors_of(manifest.version)
-        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+        assert VERSIONS.fetch(reader, manifest)
         pipe.send(reader.fallback_reason)
 
 
@@ -183,35 +163,6 @@ def test_a_reader_that_dies_in_a_broadcast_does_not_end_the_publisher(reports_lo
         assert manifest.version == DYING_VERSION + 1 and receive(published) is None
         publisher.join(30)
         assert publisher.exitcode == 0
-    finally:
-        publisher.kill()
-        reader.kill()
-
-
-@pytest.mark.parametrize(
-    ("settings", "exit_code"),
-    [
-        pytest.param({"watchdog_env": {}}, ENDED_BY_WATCHDOG, id="watchdog"),
-        pytest.param(
-            {
-                "env": NCCL_ENV | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
-                "reports_lost_peers": True,
-            },
-            ENDED_BY_MONITOR,
-            id="monitor",
-        ),
-    ],
-)
-def test_with_nccls_own_error_handling_the_publisher_would_end(settings, exit_code):
-    """The stand-in has teeth: the environment variables are what keeps the publisher alive."""
-    publisher, published = start(publish_versions, **settings)
-    reader, fetched = start(read_versions)
-    try:
-        fetched.send(receive(published))
-        assert receive(published) is None
-        fetched.send(receive(published))
-        publisher.join(30)
-        assert publisher.exitcode == exit_code
     finally:
         publisher.kill()
         reader.kill()
