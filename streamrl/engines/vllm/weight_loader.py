@@ -8,8 +8,8 @@ gate_up_proj is gate_proj and up_proj. Such parameters are bound (`BoundParamete
   memory, else it copies them;
 - on a GPU resharding can write into the parameters in place (`get_storage`).
 
-The binding is verified once, against the values that vLLM has read from the model directory. All
-other models (fused experts, several processes, ordinary loads on a GPU) use `reload_weights`.
+The binding is verified once, against the values that vLLM has read from the model directory.
+Quantized models, fused experts, several processes and ordinary loads on a GPU use `reload_weights`.
 
 On a CPU the engine is built without weight packing, and its large linear layers use oneDNN's plain
 kernel. That is nearly as fast as the packed kernel, which needs a second copy of every weight.
