@@ -119,18 +119,17 @@ def test_the_cpu_needs_no_compiler_and_little_shared_memory():
     assert find_problems(machine(compiler="", headers="", shared_memory_gib=0.06)) == []
 
 
-@pytest.mark.parametrize("error", [OSError, ImportError, RuntimeError])
-def test_broken_cuda_libraries_are_a_problem_not_a_traceback(monkeypatch, tmp_path, error):
+def test_broken_cuda_libraries_are_a_problem_not_a_traceback(monkeypatch, tmp_path):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(doctor, "DEVICES", tmp_path)
     monkeypatch.setattr(doctor, "_read_torch_cuda", lambda: "13.0")
 
     def list_gpu_names() -> list[str]:
-        raise error("libcudart.so.13:\ncannot open shared object file")
+        raise OSError("libcudart.so.13:\ncannot open shared object file")
 
     monkeypatch.setattr(doctor, "list_gpu_names", list_gpu_names)
     problems = "\n".join(find_problems(doctor.inspect_machine()))
-    wanted = f"({error.__name__}: libcudart.so.13: cannot open shared object file)"
+    wanted = "(OSError: libcudart.so.13: cannot open shared object file)"
     assert f"torch cannot list the GPUs {wanted}" in problems
 
 

@@ -274,9 +274,6 @@ def test_a_simulation_of_hours_is_refused_before_it_starts(
     assert f" {factors} " in error and error.endswith(rule)
     error = refuse("simulate", *SMALL[:-2], HUGE, "--steps", "2")
     assert f" --steps 2, {factors} " in error and error.endswith(rule)
-    overrides = ["pipeline.groups_per_step=4096", "--steps", "10000"]
-    error = refuse("simulate", *SMALL[:-2], *overrides)
-    assert "--steps 10000, pipeline.groups_per_step=4096, algorithm.group_size=8: about" in error
     # The size of a full simulation is only known after planning.
     monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
     monkeypatch.setattr("streamrl.cli.plan.run_quick_simulation", None)

@@ -122,7 +122,6 @@ def test_a_config_of_a_check_may_consist_of_the_environment_alone(play, tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give ENVIRONMENT, as file.py:Class, or a --config with environment.path"),
         (["none.py"], "environment.path=none.py: no such file"),
         (["guess.py", "--row", "1"], "--row=1: needs a prompt file; give --data"),
         (["guess.py", "--row", "-1"], "--row=-1: must be at least 0"),
@@ -133,8 +132,6 @@ def test_a_config_of_a_check_may_consist_of_the_environment_alone(play, tmp_path
         (["guess.py", "--split", "x"], "--split=x has no effect"),
         (["guess.py", "--prompt", "x", "--row", "0"], "--prompt: gives the row itself"),
         (["guess.py", "--check", "--rows", "0"], "--rows=0: must be at least 1"),
-        (["guess.py", "--check", "--data", "none.jsonl"], "none.jsonl"),
-        (["guess.py", "--check", "--config", "none.yaml"], "none.yaml"),
         (["guess.py", "--check", "--config", "bad.yaml"], "key is environment.turn_timeout_s"),
     ],
 )

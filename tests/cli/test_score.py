@@ -76,9 +76,8 @@ class Characters:
 
 
 def experience(row, completions):
-    start = np.array([0], np.int32)
-    rollouts = [make_rollout(start, list(map(ord, text))) for text in completions]
-    prompt = Prompt("0:0:0", start, ground_truth=row)
+    rollouts = [make_rollout([0], list(map(ord, text))) for text in completions]
+    prompt = Prompt("0:0:0", np.zeros(1, np.int32), ground_truth=row)
     lease = GroupLease(token=1, uid=prompt.uid, stage="any", attempt=1, expires_at=9.0)
     return Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))
 
@@ -262,7 +261,6 @@ def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file
         (["--reward", "{kind: exact"], "'rewards=[{kind: exact]': the value is not YAML"),
         (["--reward", "{kind: regex}"], "rewards[0].pattern: missing"),
         (["--reward", "exact", "--reward", "exact"], "rewards.name=exact: given 2 times"),
-        (["--config", "no.yaml"], "config no.yaml: No such file or directory"),
         (["--reward", "exact", "scorer.timeout=1"], "score: scorer.timeout=1: unknown;"),
         (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': write an override"),
     ],

@@ -36,14 +36,8 @@ def test_what_is_written_is_read(tmp_path: Path):
     group = make_group(rollouts, environment="guess", ground_truth={"number": 77})
     RolloutLog(tmp_path).write_groups(4, [group])
     (read,) = read_recorded_groups(tmp_path, 4)
-    assert (read.step, read.uid, read.environment) == (4, "0:1:0", "guess")
-    assert (read.prompt, read.ground_truth) == (group.prompt, {"number": 77})
-    first, _ = read.rollouts
-    assert first.turns == rollouts[0].turns
-    assert (first.advantage, first.tokens, first.versions) == (0.5, 4, (3, 4))
-    assert (first.finish_reason, first.environment_score) == ("stop", 1.0)
-    assert first.components == {"env": 1.0, "judge": None}
-    assert first.verdicts == {"env": "pass", "judge": "abstained"}
+    assert msgspec.structs.replace(read, rollouts=()) == msgspec.structs.replace(group, rollouts=())
+    assert read.rollouts[0] == msgspec.structs.replace(rollouts[0], numbers={})
 
 
 def test_pandas_reads_all_steps_in_one_line(tmp_path: Path):

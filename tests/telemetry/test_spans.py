@@ -19,23 +19,16 @@ def test_a_span_is_recorded_when_its_block_ends():
     assert recorder.drain_spans() == []
 
 
-def test_a_block_can_add_args_without_changing_drained_spans():
-    recorder = SpanRecorder("p", ManualClock())
-    with recorder.record_span("generate", uid="0:1:0") as fields:
-        (open_span,) = recorder.drain_spans()
-        fields["lengths"] = "3 4"
-    (closed_span,) = recorder.drain_spans()
-    assert open_span.args == {"uid": "0:1:0"}
-    assert closed_span.args == {"uid": "0:1:0", "lengths": "3 4"}
-
-
 def test_an_open_span_is_drained_in_part_and_later_complete():
     clock = ManualClock(1.0)
     recorder = SpanRecorder("p", clock)
-    with recorder.record_span("work"):
-        assert recorder.drain_spans(now=3.0) == [Span("p", "work", 0, 1.0, 3.0, is_open=True)]
+    with recorder.record_span("work", groups=4) as fields:
+        part = recorder.drain_spans(now=3.0)
+        fields["lengths"] = "3 4"
         clock.now = 5.0
-    assert recorder.drain_spans() == [Span("p", "work", 0, 1.0, 5.0)]
+    assert part == [Span("p", "work", 0, 1.0, 3.0, {"groups": 4}, is_open=True)]
+    complete = Span("p", "work", 0, 1.0, 5.0, {"groups": 4, "lengths": "3 4"})
+    assert recorder.drain_spans() == [complete]
 
 
 def test_paused_spans_are_recorded_in_pieces():

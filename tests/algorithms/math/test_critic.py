@@ -42,19 +42,6 @@ def test_critic_metrics_by_hand():
     assert summarize_critic({}, CRITIC) == {}
 
 
-def test_micro_batches_of_a_step_add_up():
-    step = make_step()
-    derived = derive_columns(AlgorithmConfig(name="ppo"), step)
-    batch = {**step.columns, **derived}
-    values = step.columns["values"] + 0.3
-    expected = sums_of(critic_loss(batch, values, clip=0.2))
-    parts = [
-        sums_of(critic_loss({k: v[rows] for k, v in batch.items()}, values[rows], clip=0.2))
-        for rows in (slice(0, 4), slice(4, 9))
-    ]
-    assert {k: parts[0][k] + parts[1][k] for k in expected} == pytest.approx(expected)
-
-
 def test_returns_are_rewards_to_go_under_lambda_1():
     step = make_step()
     config = AlgorithmConfig(name="ppo", params={"lam": 1.0}, whiten_advantages=False)

@@ -12,8 +12,6 @@ from streamrl.algorithms.math.training_metrics import (
     MIN_LOG_RATIO,
     summarize_divergence,
 )
-from tests.algorithms import ragged
-from tests.algorithms.ragged import BATCHES
 
 NAN = math.nan
 
@@ -48,14 +46,6 @@ def test_metrics_by_hand():
 def test_a_ratio_that_is_no_number_is_counted_and_its_means_are_none_either():
     metrics = summary([[NAN, 0.0]], [[True, True]])
     assert math.isnan(metrics["correction/kl"]) and metrics["correction/ratio_p01"] == 1.0
-
-
-@given(batch=BATCHES, seed=st.integers(0, 9999))
-def test_sums_add_up_over_any_micro_batches(batch, seed):
-    cuts = ragged.shuffled_cuts(batch, seed)
-    parts = [sums_of(ragged.take_rows(batch, rows)) for rows in cuts]
-    total = {name: sum(part[name] for part in parts) for name in parts[0]}
-    assert total == pytest.approx(sums_of(batch))
 
 
 @given(seed=st.integers(0, 9999), spread=st.floats(-4, 1), shift=st.floats(-1, 1))

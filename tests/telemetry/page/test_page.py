@@ -219,8 +219,6 @@ def test_the_command_writes_a_page(
         (["report", "{folder}", "--html", "{folder}"], "not a file"),
         (["report", "{folder}", "{folder}"], "--html"),
         (["report", "{folder}", "--html", "{folder}/metrics.jsonl"], "no HTML page"),
-        (["view", "{folder}", "{folder}"], "given twice"),
-        (["report", "--html", "page.html"], "RUN"),
         (["report", "{folder}", "--json", "--html", "page.html"], "--html"),
     ],
 )

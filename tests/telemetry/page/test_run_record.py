@@ -17,12 +17,6 @@ from tests.telemetry.page.recorded_run import START_S, STEP_S, write_run
 ROWS = st.lists(st.dictionaries(st.sampled_from("abc"), st.integers()), max_size=8)
 
 
-def test_evaluations_begin_with_the_base_model(tmp_path: Path) -> None:
-    run = RunReader(write_run(tmp_path / "run", num_steps=6)).read()
-    steps, values = run.get_evaluations("eval/mean_at_k")
-    assert (steps, values) == ([0, 3, 6], pytest.approx([0.1, 0.4, 0.7]))
-
-
 @pytest.mark.parametrize(
     ("seconds", "step"), [(0.0, 0.0), (0.5, 0.25), (1.0, 0.5), (2.5, 1.25), (9.0, 3.0)]
 )
@@ -128,8 +122,3 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes) -> None:
     with pytest.raises(ConfigError, match=rf"metrics\.jsonl, line at byte {start}: ") as raised:
         RunReader(folder).read()
     assert "\n" not in str(raised.value)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a run"):
-        RunReader(tmp_path)
