@@ -15,8 +15,7 @@ from streamrl.engines.models.model_shapes import add_adapter_params, load_model_
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.placements import Placement
 from streamrl.planner.costs.call_cost import CallCost
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
@@ -106,8 +105,7 @@ def predict_training_memory(model: str, tokens: int, **trainer: Any) -> CallMemo
         PlannerRequest(20, models, make_fixed_lengths(tokens)),
     )
     costs = CostModel(problem, build_run_constants(config, CostConstants()))
-    train = CallAssignment(Mesh(0, 1), RankGrid(1, 1, 1))
-    return costs.predict_memory(Placement({"train": train}))["train"]
+    return costs.predict_memory(Placement({"train": make_assignment("1-1-1")}))["train"]
 
 
 @pytest.mark.parametrize("case", MEASURED_GIB, ids=str)
@@ -156,7 +154,7 @@ def test_a_shape_has_the_sizes_of_its_model(
         lora_rank=lora_rank,
     )
     measured = measure_training_sizes(load_skeleton(str(tmp_path)), trainer)
-    train = CallAssignment(Mesh(0, tp_size), RankGrid(1, tp_size, 1), 3)
+    train = make_assignment(f"1-{tp_size}-1", zero_stage=3)
     cost = CallCost(
         add_adapter_params(load_model_shape(str(tmp_path)), lora_rank),
         train,

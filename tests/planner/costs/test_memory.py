@@ -9,8 +9,7 @@ from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import DEVICES, GB, Cluster
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.placements import Placement
 from streamrl.planner.costs.constants import (
     CPU_CONSTANTS,
     OPTIMIZER_MEMORY_FRACTION,
@@ -19,7 +18,6 @@ from streamrl.planner.costs.constants import (
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
-from streamrl.resharding.grids import RankGrid
 from tests.planner.notations import make_assignment
 
 GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
@@ -40,7 +38,7 @@ def make_problem(**changes: object) -> PlacementProblem:
 
 
 def make_colocated(devices: int = 8) -> Placement:
-    assignment = CallAssignment(Mesh(0, devices), RankGrid(1, 1, devices), zero_stage=3)
+    assignment = make_assignment(f"1-1-{devices}", zero_stage=3)
     return Placement(dict.fromkeys(("generate", "train", "reference"), assignment))
 
 
@@ -136,10 +134,8 @@ HOST = 32 * GB * 0.8
 
 def make_placement(reference: int = 0) -> Placement:
     """Train and generate on the first node; the reference starts at device `reference`."""
-    node = CallAssignment(Mesh(0, 8), RankGrid(1, 1, 8))
-    return Placement(
-        {"train": node, "generate": node, "reference": replace(node, mesh=Mesh(reference, 8))}
-    )
+    node, other = make_assignment("1-1-8"), make_assignment("1-1-8", reference)
+    return Placement({"train": node, "generate": node, "reference": other})
 
 
 def make_run_problem(trainer: TrainerConfig) -> PlacementProblem:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.buffer.micro_batch_schedule import UpdatePlan
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.placements import Placement
 from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
     ScoreTiming,
@@ -18,9 +17,9 @@ from streamrl.planner.problem.stage_timings import (
 )
 from streamrl.planner.problem.workload import LognormalLengths, Workload
 from streamrl.planner.simulator.simulation import run_simulation
-from streamrl.resharding.grids import RankGrid
 from tests.fake_stream import GROUPS_AT_ONCE
 from tests.fakes import Plan
+from tests.planner.notations import make_assignment
 from tests.planner.simulator.real_loops import BATCH, PROMPT_TOKENS, AgreementCase, run_real
 
 GROUP_SIZE = 2
@@ -56,13 +55,9 @@ PLAN = Plan(
 )
 
 
-def make_assignment(first_device: int, size: int) -> CallAssignment:
-    return CallAssignment(Mesh(first_device, size), RankGrid.from_text(f"1-1-{size}"))
-
-
 def make_placement(staleness: int, **first_devices: int) -> Placement:
     """Place every call on two devices from the given first device."""
-    calls = {stage: make_assignment(at, 2) for stage, at in first_devices.items()}
+    calls = {stage: make_assignment("1-1-2", at) for stage, at in first_devices.items()}
     return Placement(calls, max_staleness=staleness)
 
 

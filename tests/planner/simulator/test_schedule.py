@@ -11,8 +11,7 @@ from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import load_model_shape
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.placements import Placement
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunOptions
@@ -24,7 +23,7 @@ from streamrl.planner.problem.workload import (
 )
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.steady_state.estimator import PlacementEstimator
-from streamrl.resharding.grids import RankGrid
+from tests.planner.notations import make_assignment
 
 MODEL = load_model_shape("qwen2.5-1.5b")
 FIXED = make_fixed_lengths(512)
@@ -65,8 +64,7 @@ def errors(
     errors_by_placement = {}
     for name, meshes in PLACES.items():
         calls = {
-            stage: CallAssignment(Mesh(first, size), RankGrid(1, 1, size))
-            for stage, (first, size) in meshes.items()
+            stage: make_assignment(f"1-1-{size}", first) for stage, (first, size) in meshes.items()
         }
         for ahead in aheads:
             placement = Placement(calls, ahead)

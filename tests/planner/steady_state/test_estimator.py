@@ -32,8 +32,7 @@ from streamrl.planner.problem.workload import LognormalLengths, Workload, make_f
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 from streamrl.planner.steady_state.jobs import CallGraph, JobGraph, make_ahead_job
 from streamrl.planner.steady_state.list_scheduler import JobDependency
-from streamrl.resharding.grids import RankGrid
-from tests.planner.notations import parse_mesh, sampler
+from tests.planner.notations import make_assignment, parse_mesh, sampler
 
 SMALL = load_model_shape("qwen2.5-0.5b")
 GRPO = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
@@ -77,11 +76,8 @@ class FixedCosts(CostModel):
 
 
 def assign_meshes(**meshes: str) -> dict[str, CallAssignment]:
-    assignments = {}
-    for stage, text in meshes.items():
-        mesh = parse_mesh(text)
-        assignments[stage] = CallAssignment(mesh, RankGrid(1, 1, mesh.size))
-    return assignments
+    devices = {stage: parse_mesh(text) for stage, text in meshes.items()}
+    return {s: make_assignment(f"1-1-{mesh.size}", mesh.first) for s, mesh in devices.items()}
 
 
 def separate(ahead: int = 0, *, streamed: bool = False) -> Placement:
