@@ -189,9 +189,6 @@ def soft(tokens, settings):
 def half(tokens, settings):
     return tokens.log_ratio.sum(-1, keepdim=True)
 
-def other(tokens, settings):
-    return tokens.log_ratio.to("meta"), tokens.loss_mask
-
 def quits(tokens, settings):
     exit(3)
 
@@ -209,7 +206,6 @@ UNTAUGHT = variant("untaught", "x", columns=("scores", "values"))
 BROKEN = variant("broken", "x", advantages=broken)
 SOFT = variant("soft", "x", token_loss=soft)
 HALF = variant("half", "x", token_loss=half)
-OTHER = variant("other", "x", token_loss=other)
 QUITS = variant("quits", "x", token_loss=quits)
 SHORT = variant("short", "x", advantages=short)
 LIKELIEST = variant("likeliest", "x", columns=("scores", "greedy_ids"))
@@ -232,7 +228,6 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
         ("stuck", "algorithm stuck: dial knob returned None, expected a finite number"),
         ("soft", r"algorithm soft: soft: the clipped mask is torch.float32, must be bool"),
         ("half", r"algorithm half: half returned a Tensor, expected \(loss, clipped mask\)"),
-        ("other", "algorithm other: RuntimeError: "),
         ("quits", r"algorithm quits: quits at .*own.py:\d+: SystemExit: 3"),
         ("short", r"algorithm short: short returned shape \[3\], expected \[16\] or \[16, 4\]"),
         ("likeliest", "algorithm likeliest: column greedy_ids has no values per rollout"),

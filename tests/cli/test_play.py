@@ -65,13 +65,6 @@ def test_an_interrupt_while_typing_ends_the_episode(play, monkeypatch):
     assert (code, error) == (130, "streamrl: interrupted\n")
 
 
-def test_an_episode_ends_at_the_limit_of_turns(play, tmp_path):
-    (tmp_path / "short.yaml").write_text("environment: {max_turns: 1}")
-    typed = "multiply(a=17, b=23)\n"
-    code, out, _ = play("calculator.py", "--config", "short.yaml", typed=typed)
-    assert code == 0 and out.endswith("end: turns after turn 1; rewards 0; score 0\n")
-
-
 def test_the_row_names_its_environment_among_those_of_a_recipe(play, tmp_path):
     named = {"guess": {"path": "guess.py"}, "calculator": {"path": "calculator.py"}}
     recipe = {

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,9 +39,3 @@ def test_a_stage_without_queue_depth_omits_the_waiting_groups(
     assert "nan" not in text
     lines_by_stage = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
     assert "waiting" not in lines_by_stage["train"] and "waiting" in lines_by_stage["reward"]
-
-
-def test_a_run_that_is_too_short_is_a_one_line_error(tmp_path: Path, refuse: Callable[..., str]):
-    config = recipe(tmp_path)
-    run = write_run(tmp_path / "run", config, play(config, steps=7))
-    assert "too short: 3 steady steps" in refuse("report", run)

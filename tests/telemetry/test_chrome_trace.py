@@ -79,15 +79,6 @@ def test_a_resumed_trace_keeps_process_ids(sink, tmp_path):
     assert len(events(tmp_path, "X")) == 5
 
 
-def test_a_torn_trace_can_be_resumed(sink, tmp_path):
-    sink.write_spans(SPANS)
-    path = tmp_path / TRACE_FILE
-    path.write_bytes(path.read_bytes()[:-20])
-    resumed = TraceSink(tmp_path, resume=True)
-    resumed.start({})
-    assert [e["name"] for e in events(tmp_path, "X")] == ["generate", "pull"]
-
-
 class FullDisk(FileIO):
     """File on a disk with ten free bytes."""
 
