@@ -222,7 +222,7 @@ def test_filter_cost_is_shown_with_a_filter(tmp_path):
     for step in (1, 2):
         console.log_step(step, full_row(step) | cost)
     console.close({})
-    text = " ".join(console.console.file.getvalue().split())
+    text = " ".join(" ".join(lines(console.console)).split())
     assert "filtered 90%, 12.2 s" in text and "filtered 2 groups (17%)" in text
     live = LiveConsole(run_info, terminal(80), clock=ManualClock())
     assert "filtered" not in view(live, 80)
