@@ -78,11 +78,6 @@ def _fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def test_a_file_is_not_a_run_directory(run_dir: Path):
-    with pytest.raises(ConfigError, match="no run: not a directory"):
-        load_run_trace(run_dir / "config.yaml")
-
-
 @pytest.mark.parametrize(
     ("break_it", "rule"),
     [

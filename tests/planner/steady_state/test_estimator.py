@@ -233,28 +233,6 @@ def test_devices_are_exclusive(
         assert sum(busy) <= 1 + 1e-6
 
 
-def test_ahead_replacements_of_filtered_groups_overlap():
-    # 8 rollouts fill the replica; 16 take twice as long, and the longest chains a little more.
-    placement, step_s = separate(1), []
-    timings = replace(TIMINGS, score={}, generator=replace(GENERATOR, max_running=8))
-    for fraction in (0.0, 0.5):
-        problem = make_problem(workload=replace(WORKLOAD, filtered_fraction=fraction))
-        step_s.append(estimate_placement(problem, placement, FixedCosts(timings)).step_s)
-    assert step_s == pytest.approx([10, 20], rel=0.05)
-
-
-def test_on_policy_replacements_follow_filtered_groups():
-    workload = replace(WORKLOAD, groups_per_step=64)
-    filtered = replace(workload, filtered_fraction=0.5)
-    unlimited = replace(GENERATOR, max_running=10**6)
-    (once,) = GenerationModel(workload).find_completions_s(unlimited, (1.0,))
-    chained = GenerationModel(filtered, replaces_in_turn=True)
-    # Of 64 chains the longest has 7.3 groups on average, however much KV cache exists.
-    half, last = chained.find_completions_s(unlimited, (0.5, 1.0))
-    assert half == pytest.approx(once, rel=0.05)
-    assert last == pytest.approx(7.3 * once, rel=0.1)
-
-
 LONG_TAILED = Workload(8, 1, 100, LognormalLengths(80, 0.5, 400))
 
 
