@@ -17,7 +17,6 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -43,15 +42,16 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement.config import PlacementConfig
 from streamrl.weights import WeightManifest
-from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.config import COLLECTIVE, OBJECT_STORE
 from streamrl.weights.transport import TransportSpec
 from tests.actors import fakes
 from tests.actors.fakes import make_config, make_prepared, make_rollout_columns
 from tests.e2e.launched import MARK, marked
+from tests.weights import local_transport
+from tests.weights.local_transport import Versions
 
 # Workers of the nodes do not have the tests on their path.
-for module in (fakes, sys.modules[__name__]):
+for module in (fakes, local_transport, sys.modules[__name__]):
     ray.cloudpickle.register_pickle_by_value(module)
 
 STAGES = {"generate": StageSchema((), ROLLOUT_COLUMNS), "train": StageSchema(ROLLOUT_COLUMNS, ())}
@@ -82,9 +82,6 @@ class Member:
     def queue(self) -> ExperienceQueue:
         self._queue = self._queue or ExperienceQueue(self._shards, self._name)
         return self._queue
-
-    async def node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
 
     async def produce(self, count: int) -> list[str]:
         done: list[str] = []
@@ -197,7 +194,9 @@ def test_an_existing_cluster_accepts_only_its_own_token(nodes: Nodes):
 
 
 def node_of(actor: Any) -> str:
-    reply = actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+    """Return the node of an actor, which may be restarting."""
+    call = actor.__ray_call__.options(max_task_retries=-1)
+    reply = call.remote(lambda _: ray.get_runtime_context().get_node_id())
     return str(ray.get(reply, timeout=120.0))
 
 
@@ -221,7 +220,7 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
         process = psutil.Process(pid)
         process.kill()
         psutil.wait_procs([process], timeout=10.0)
-        assert node_of_again(actor) == second_node
+        assert node_of(actor) == second_node
         assert node_of(registry.actors["reward-0"]) in (head_node, second_node)
     finally:
         registry.close()
@@ -274,17 +273,7 @@ def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nod
         release_placement_groups(reserved)
 
 
-def node_of_again(actor: Any) -> str:
-    """Return the node of a killed actor after its restart."""
-    retried_call = actor.__ray_call__.options(max_task_retries=-1)
-    return str(ray.get(retried_call.remote(lambda _: ray.get_runtime_context().get_node_id())))
-
-
-def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of a version; most equal the previous version's."""
-    generator = torch.Generator().manual_seed(version)
-    changed = torch.rand(1000, generator=generator)
-    return {"head.weight": torch.arange(700_000.0), "norm.weight": changed}
+VERSIONS = Versions(700_000, 1000, bucket_bytes=1 << 20)
 
 
 class Publisher:
@@ -295,8 +284,7 @@ class Publisher:
 
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
         self._outlet.set_readers(readers)
-        tensors = tensors_of(version).items()
-        return publish_version(tensors, version=version, bucket_bytes=1 << 20, writer=self._outlet)
+        return VERSIONS.publish(self._outlet, version)
 
 
 class Reader:
@@ -310,10 +298,7 @@ class Reader:
 
     def pull(self, manifest: WeightManifest) -> tuple[bool, str | None]:
         """Return whether the fetched version equals the published one, and the fallback reason."""
-        tensors = unpack_tensors(manifest, self._inlet.fetch_buckets(manifest))
-        expected = tensors_of(manifest.version)
-        is_equal = all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-        return is_equal and tensors.keys() == expected.keys(), self._inlet.fallback_reason
+        return VERSIONS.fetch(self._inlet, manifest), self._inlet.fallback_reason
 
 
 @pytest.mark.slow
@@ -365,7 +350,7 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
     head_node, second_node = nodes.ids
     producer = nodes.member(shards, "producer", second_node)
     consumer = nodes.member(shards, "eve", head_node)
-    assert ray.get([producer.node.remote(), consumer.node.remote()]) == [second_node, head_node]
+    assert [node_of(producer), node_of(consumer)] == [second_node, head_node]
     prompts = [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
     asyncio.run(queue.insert_prompts(prompts, 0))
     assert sorted(ray.get(producer.produce.remote(len(SIZES)))) == sorted(SIZES)

@@ -1,11 +1,17 @@
 """Transport within a process: an object store whose handles are the arrays."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import torch
 
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transport import TransportReader, TransportWriter
+from streamrl.weights.transports import collective
 from streamrl.weights.transports.object_store import ObjectStoreReader, ObjectStoreWriter
 
 
@@ -51,3 +57,21 @@ class Versions:
         """Return whether the reader fetches exactly the tensors of the version."""
         tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
         return self.are_equal(tensors, manifest.version)
+
+
+@contextmanager
+def act_in_broadcast(number: int, act: Callable[[], object]) -> Iterator[None]:
+    """Call a function before a reader takes part in this broadcast; number 1 is the header's."""
+    broadcast = collective.BroadcastGroup.broadcast_tensor
+    num_received = 0
+
+    def act_and_broadcast(self: Any, *arguments: Any) -> None:
+        nonlocal num_received
+        if not self._is_publisher:
+            num_received += 1
+            if num_received == number:
+                act()
+        broadcast(self, *arguments)
+
+    with mock.patch.object(collective.BroadcastGroup, "broadcast_tensor", act_and_broadcast):
+        yield

@@ -36,17 +36,13 @@ from tests.actors.fakes import FakeActor
 from tests.virtual_time import in_virtual_time
 
 RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
-SUMS = {
-    "rollouts": 1.0,
-    "groups": 1.0,
-    "equal_score_groups": 0.0,
-    "included": 1.0,
-    "score_sum": 1.0,
-    "score_squared_sum": 1.0,
-    "sampled_sum": 4.0,
-    "sampled_max": 4.0,
-    "truncated_sum": 0.0,
-}
+SUMS = dict.fromkeys(
+    (
+        *("rollouts", "groups", "equal_score_groups", "included", "score_sum"),
+        *("score_squared_sum", "sampled_sum", "sampled_max", "truncated_sum"),
+    ),
+    1.0,
+)
 
 
 class Worker:

@@ -63,7 +63,6 @@ with open(sys.argv[1], "w") as file:
 if "stay" in sys.argv:
     import time
     time.sleep(60)
-sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
 """
 
 
@@ -164,7 +163,6 @@ def test_a_worker_is_forked_from_its_level_with_its_own_random_state(
 
 LEFT_TO_RAY: dict[str, tuple[dict[str, str], dict]] = {
     "other environment": ({LEVEL_VARIABLE: "second", "X": "2"}, {}),
-    "no environment": ({LEVEL_VARIABLE: "second"}, {}),
     "cannot import": ({LEVEL_VARIABLE: "broken"}, {}),
     "no level": ({LEVEL_VARIABLE: "none"}, {}),
     "draws ids": ({LEVEL_VARIABLE: "draws"}, {}),

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from streamrl.weights.transports.collective import (
 )
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from tests import forked
-from tests.weights.local_transport import LocalReader, LocalWriter, Versions
+from tests.weights.local_transport import LocalReader, LocalWriter, Versions, act_in_broadcast
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -37,7 +36,7 @@ VERSIONS = Versions(*[300_000] * 4, bucket_bytes=1_200_000)
 def follow_manifests(pipe: Connection, name: str) -> None:
     """Fetch each received manifest; reply with (tensors are right, fallback reason).
 
-    A number beside a manifest makes the process die before that bucket.
+    A number beside a manifest makes the process die before that broadcast.
     """
     collective_reader = CollectiveReader(
         name,
@@ -47,26 +46,9 @@ def follow_manifests(pipe: Connection, name: str) -> None:
     pipe.send("ready")
     while True:
         manifest, dies_at = pipe.recv()
-        if dies_at is not None:
-            die_before_bucket(dies_at)
-        is_right = VERSIONS.fetch(collective_reader, manifest)
+        with act_in_broadcast(dies_at, lambda: os._exit(1)):
+            is_right = VERSIONS.fetch(collective_reader, manifest)
         pipe.send((is_right, collective_reader.fallback_reason))
-
-
-def die_before_bucket(bucket: int) -> None:
-    from streamrl.weights.transports.collective import BroadcastGroup
-
-    send = BroadcastGroup.broadcast_tensor
-    num_broadcasts = 0
-
-    def broadcast(self: BroadcastGroup, *arguments: Any) -> None:
-        nonlocal num_broadcasts
-        num_broadcasts += 1
-        if num_broadcasts == bucket + 2:  # the first broadcast is the header
-            os._exit(1)
-        send(self, *arguments)
-
-    BroadcastGroup.broadcast_tensor = broadcast  # type: ignore[assignment, method-assign]
 
 
 class Reader:
@@ -77,7 +59,7 @@ class Reader:
         self.process, self._pipe = forked.start(follow_manifests, name)
         assert self._pipe.recv() == "ready"
 
-    def pull(self, manifest: WeightManifest, *, dies_at: int | None = None) -> None:
+    def pull(self, manifest: WeightManifest, *, dies_at: int = 0) -> None:
         self._pipe.send((manifest, dies_at))
 
     def outcome(self) -> tuple[bool, str | None]:
@@ -194,7 +176,7 @@ def test_a_member_that_dies_during_a_broadcast_costs_the_others_only_a_deadline(
     manifest = cluster.put()
     start = time.monotonic()
     a, b, c = cluster.readers
-    b.pull(manifest, dies_at=2)
+    b.pull(manifest, dies_at=4)
     a.pull(manifest)
     c.pull(manifest)
     assert [reader.outcome()[0] for reader in (a, c)] == [True, True]
@@ -302,27 +284,18 @@ def test_a_broadcasts_deadline_grows_with_its_bytes(
 @contextmanager
 def stall_reader(timeout_s: float) -> Iterator[CollectiveWriter]:
     """Yield a writer that is broadcasting many buckets to a reader that stalls at the second."""
-    broadcast = collective.BroadcastGroup.broadcast_tensor
     stalls, can_end = threading.Event(), threading.Event()
-    num_received = 0
 
-    def broadcast_or_stall(self: Any, *arguments: Any) -> None:
-        nonlocal num_received
-        num_received += not self._is_publisher
-        if not self._is_publisher and num_received == 3:  # the first broadcast is the header
-            stalls.set()
-            can_end.wait(60)
-            raise WeightsError("stalled")
-        broadcast(self, *arguments)
+    def stall() -> None:
+        stalls.set()
+        can_end.wait(60)
+        raise WeightsError("stalled")
 
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=timeout_s)
     reader = CollectiveReader("a", LocalReader(), timeout_s=timeout_s)
     writer.set_readers(["a"])
     tensors = {f"t{i}": torch.ones(250) for i in range(200)}
-    with (
-        mock.patch.object(collective.BroadcastGroup, "broadcast_tensor", broadcast_or_stall),
-        ThreadPoolExecutor(1) as thread,
-    ):
+    with act_in_broadcast(3, stall), ThreadPoolExecutor(1) as thread:
         manifest = publish_version(tensors.items(), version=0, bucket_bytes=1000, writer=writer)
         fetching = thread.submit(reader.fetch_buckets, manifest)
         try:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
 from tests import forked
-from tests.weights.local_transport import LocalReader, LocalWriter, Versions
+from tests.weights.local_transport import LocalReader, LocalWriter, Versions, act_in_broadcast
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -118,21 +118,12 @@ def read_versions(pipe: Connection) -> None:
     """Fetch versions as reader `a`; die in the middle of DYING_VERSION."""
     use_stand_in()
     reader = CollectiveReader("a", LocalReader(), timeout_s=TIMEOUT_S)
-    broadcast = collective.BroadcastGroup.broadcast_tensor
     pipe.send("ready")
     while True:
         manifest = pipe.recv()
-        num_broadcasts = 0
-
-        def broadcast_or_die(self: Any, *arguments: Any, version: int = manifest.version) -> None:
-            nonlocal num_broadcasts
-            num_broadcasts += 1
-            if version == DYING_VERSION and num_broadcasts == 3:
-                os._exit(1)
-            broadcast(self, *arguments)
-
-        collective.BroadcastGroup.broadcast_tensor = broadcast_or_die  # type: ignore[method-assign, assignment]
-        assert VERSIONS.fetch(reader, manifest)
+        dies_at = 3 if manifest.version == DYING_VERSION else 0
+        with act_in_broadcast(dies_at, lambda: os._exit(1)):
+            assert VERSIONS.fetch(reader, manifest)
         pipe.send(reader.fallback_reason)
 
 
