@@ -188,6 +188,7 @@ def test_columns_of_two_batches_are_sliced_together():
         "scores": (RowSlice("a", "scores", 4, 5), RowSlice("b", "scores", 0, 1)),
     }
     assert half.references == ["ids", "a", "b"]
+    assert join_batches([make_batch(0, "y").rename({"y": "x"}), make_batch(2)]).references == ["x"]
     with pytest.raises(ValueError, match=r"columns of \[3, 4\] rows side by side"):
         make_batch(4, "x") | make_batch(3, "y")
     with pytest.raises(ValueError, match="columns x are in both of the joined batches"):
