@@ -7,26 +7,17 @@ import yaml
 from streamrl.telemetry.metric_names import WAIT_METRICS, Histogram
 from streamrl.telemetry.sinks import JsonlSink
 from tests.telemetry.rows import full_row
+from tests.virtual_time import ManualClock
 
 START_S = 1_000_000.0
 STEP_S = 2.0
-
-
-class StepClock:
-    """Clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = START_S
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def write_run(folder: Path, *, num_steps: int = 6, is_closed: bool = True) -> Path:
     """Write a run of steps of STEP_S s each, with evaluations and a death."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"name": folder.name}}))
-    clock = StepClock()
+    clock = ManualClock(START_S)
     sink = JsonlSink(folder, clock=clock)
     sink.start({})
     sink.log_event("machine", {"cores": 2})
