@@ -45,46 +45,23 @@ def test_ranks_and_coordinates_are_a_bijection(order: str, data: st.DataObject):
 
 
 FIGURES = [
-    # train, generate, tensor groups, pipeline groups, micro-DP groups; zero redundancy
-    (
-        *("1-4-2", "1-2-2-2"),
-        [[0, 2], [1, 3], [4, 6], [5, 7]],
-        [[0], [1], [2], [3], [4], [5], [6], [7]],
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-    ),
-    ("1-2-2", "1-1-2-2", [[0], [1], [2], [3]], [[0], [1], [2], [3]], [[0, 1], [2, 3]]),
-    (
-        *("2-4-1", "1-2-4-1"),
-        [[0, 2], [1, 3], [4, 6], [5, 7]],
-        [[0], [1], [2], [3], [4], [5], [6], [7]],
-        [[0, 1, 4, 5], [2, 3, 6, 7]],
-    ),
-    (
-        *("4-2-1", "2-1-4-1"),
-        [[0], [1], [2], [3], [4], [5], [6], [7]],
-        [[0, 4], [1, 5], [2, 6], [3, 7]],
-        [[0, 1, 2, 3], [4, 5, 6, 7]],
-    ),
+    # train, generate, tensor groups, micro-DP groups; zero redundancy
+    ("1-4-2", "1-2-2-2", [[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ("1-2-2", "1-1-2-2", [[0], [1], [2], [3]], [[0, 1], [2, 3]]),
+    ("2-4-1", "1-2-4-1", [[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    ("4-2-1", "2-1-4-1", [[rank] for rank in range(8)], [[0, 1, 2, 3], [4, 5, 6, 7]]),
 ]
 
 
 @pytest.mark.parametrize("grouping", ["zero", "overlap"])
-@pytest.mark.parametrize(("train", "generate", "tensor", "pipeline", "micro"), FIGURES)
+@pytest.mark.parametrize(("train", "generate", "tensor", "micro"), FIGURES)
 def test_zero_redundancy_matches_the_paper_and_overlap_agrees(
-    grouping: str,
-    train: str,
-    generate: str,
-    tensor: list[list[int]],
-    pipeline: list[list[int]],
-    micro: list[list[int]],
+    grouping: str, train: str, generate: str, tensor: list[list[int]], micro: list[list[int]]
 ):
-    grid = RankGrid.from_text(train)
+    grid, sizes = RankGrid.from_text(train), parse_generation_sizes(generate)
     training_layout = create_layout(even(4), grid.assign_ranks())
-    serving = assign_generation_ranks(
-        grouping, grid, parse_generation_sizes(generate), training_layout
-    )
+    serving = assign_generation_ranks(grouping, grid, sizes, training_layout)
     assert serving.list_tp_groups() == tensor
-    assert serving.group_ranks("dp_rank", "tp_rank") == pipeline
     assert list_micro_dp_groups(grid, serving) == micro
 
 

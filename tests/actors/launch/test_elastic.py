@@ -71,8 +71,7 @@ class FakeRegistry:
         self.roles[role].remove_replica(name)
         self.removed.append(name)
 
-    def kill_actor(self, name: str) -> None:
-        self.removed.append(name)
+    kill_actor = remove_replica
 
     def fetch_reply(self, reply: Any, name: str) -> Any:
         if reply in self.errors:
