@@ -533,7 +533,11 @@ def copy_tree(target: Path) -> None:
 
 def passes(tree: Path, test: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split()]
-    return not subprocess.run(command, cwd=tree, capture_output=True, check=False).returncode
+    try:
+        ended = subprocess.run(command, cwd=tree, capture_output=True, check=False, timeout=300)
+    except subprocess.TimeoutExpired:
+        return False
+    return not ended.returncode
 
 
 def survives(tree: Path, mutant: Mutant) -> bool:

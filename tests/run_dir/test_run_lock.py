@@ -135,10 +135,12 @@ def test_an_owner_on_another_node_is_alive_while_its_heartbeat_moves(tmp_path: P
     heartbeat = threading.Thread(target=beat)
     heartbeat.start()
     status_lines: list[str] = []
-    with pytest.raises(ConfigError, match=r"on node-7, pid 1.*kill -INT 1 on node-7"):
-        acquire_run_lock(tmp_path, status=status_lines.append)
-    ended.set()
-    heartbeat.join()
+    try:
+        with pytest.raises(ConfigError, match=r"on node-7, pid 1.*kill -INT 1 on node-7"):
+            acquire_run_lock(tmp_path, status=status_lines.append)
+    finally:
+        ended.set()
+        heartbeat.join()
     assert "owned since" in status_lines[0]
     acquire_run_lock(tmp_path, status=status_lines.append).release()
 
