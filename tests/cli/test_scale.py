@@ -39,7 +39,7 @@ def test_the_answer_sets_the_exit_code(
         lines = [f"{role}: 1 -> {count}" for role, count in requests[0].counts.items()]
         mailbox.write_answer(requests[0].id, ScaleAnswer(lines, is_done))
 
-    answering = threading.Thread(target=answer)
+    answering = threading.Thread(target=answer, daemon=True)
     answering.start()
     code = main(["scale", str(run_dir), "--generators", "2", "--scorers", "3"])
     answering.join()
