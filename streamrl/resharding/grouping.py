@@ -45,8 +45,8 @@ def assign_zero_redundancy(train: RankGrid, generate: GenerationSizes) -> RankAs
     """Assign each rank to a generation shard that contains the rank's training shard.
 
     A group of T/Tg tensor ranks and P/Pg stages serves the generation shard that its training
-    shards form (arXiv:2409.19256, section 5.3). The sizes must divide,
-    and the numbers of ranks and of data replicas agree.
+    shards form (arXiv:2409.19256, section 5.3). The sizes must divide, and the numbers of ranks and
+    of data replicas agree.
     """
     tp_ratio, pp_ratio = train.tp_size // generate.tp_size, train.pp_size // generate.pp_size
 
