@@ -13,7 +13,7 @@ from streamrl.actors.launch.actor_registry import make_hybrid_env
 from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, OneLineParser
-from streamrl.cli.run_setup.signals import interrupt_on_signals
+from streamrl.cli.run_setup.signals import INTERRUPTS
 from streamrl.config.preflight import check_worker_memory, prepare_run
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.data.prompt_stream import PromptStream
@@ -165,7 +165,7 @@ def run_loop(loop: Loop, config: RunConfig, workers: int) -> None:
     if workers < 1:
         raise ConfigError(f"--workers={workers}: must be at least 1")
     with make_loop_setup(config, workers) as setup:
-        interrupt_on_signals()
+        INTERRUPTS.install()
         memory = check_worker_memory(make_loop_config(config, workers), on_gpu=setup.on_gpu)
         print(memory.summary_line if memory else "")
         print(f"{config.algorithm.name}: starting {workers} workers of each kind", flush=True)

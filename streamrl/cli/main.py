@@ -9,14 +9,14 @@ import faulthandler
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import takewhile
 from typing import NoReturn
 
 from streamrl import __version__
 from streamrl.actors.launch.fork_server import start_fork_server
-from streamrl.cli.run_setup.signals import interrupt_on_signals
+from streamrl.cli.run_setup.signals import INTERRUPTS
 from streamrl.errors import ConfigError, StreamError
 from streamrl.files.printable_text import make_printable
 from streamrl.telemetry.progress import show_progress
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ray prints each actor's death to the terminal; the run logs the same death as an event.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     # A caller that passes argv owns the process, so leave its signal handlers alone.
-    check_interrupted = _install_handlers() if argv is None else lambda: None
+    if argv is None:
+        _install_handlers()
     command = next((a for a in arguments if a in COMMANDS), None)
     _reopen_standard_streams()
     if sys.stdout is None:
@@ -91,16 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Start first: the server imports the workers' libraries in parallel with this process.
         start_fork_server()
     try:
-        try:
+        with INTERRUPTS.preferred():
             # Only --help and --version name no command.
             with show_progress("loading") if command else nullcontext():
                 parser = build_parser(command)
             parsed = _parse_arguments(parser, arguments)
             code = int(parsed.run(parsed))
-        except Exception:
-            # An interrupt inside a library may surface as a different exception.
-            check_interrupted()
-            raise
         sys.stdout.flush()
         return code
     except ConfigError as error:
@@ -131,14 +128,14 @@ def _parse_arguments(
     return parsed
 
 
-def _install_handlers() -> Callable[[], None]:
-    """Let the signals that end a command raise KeyboardInterrupt; return a check for a late one.
+def _install_handlers() -> None:
+    """Let the signals that end a command raise KeyboardInterrupt.
 
     A crash of this process or one that it starts prints the stacks of all threads (faulthandler).
     """
     faulthandler.enable(2)
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-    return interrupt_on_signals()
+    INTERRUPTS.install()
 
 
 def _reopen_standard_streams() -> None:

@@ -34,27 +34,52 @@ def catch_first_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: has_received
 
 
-def interrupt_on_signals() -> Callable[[], None]:
-    """Install handlers that raise KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP.
+class Interrupts:
+    """Handlers that raise KeyboardInterrupt on Ctrl-C, SIGTERM and SIGHUP, and what they received.
 
-    Ray's own handlers would abort the process. Python swallows an exception raised inside a
-    finalizer or a C callback, so the returned function raises KeyboardInterrupt again if a signal
-    has arrived.
+    Python swallows an exception raised inside a finalizer or a C callback, and the library that
+    was interrupted may fail with an error of its own; `check` and `preferred` raise the interrupt
+    again. A process has one instance, `INTERRUPTS`, as it has one set of handlers.
     """
-    has_received = False
 
-    def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal has_received
-        is_repeat, has_received = has_received and number == signal.SIGHUP, True
+    def __init__(self) -> None:
+        self._has_received = False
+
+    def install(self) -> None:
+        """Install the handlers, also again: Ray replaces them with its own, which would abort.
+
+        Raises KeyboardInterrupt if a signal has arrived.
+        """
+        _install_handler(self._receive)
+        self.check()
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal has arrived."""
+        if self._has_received:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def preferred(self) -> Iterator[None]:
+        """Replace an error of the block by KeyboardInterrupt if a signal has arrived.
+
+        The signal counts no more after the block: a notebook may start the next run.
+        """
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+        finally:
+            self._has_received = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        is_repeat = self._has_received and number == signal.SIGHUP
+        self._has_received = True
         if not is_repeat:
             raise KeyboardInterrupt
 
-    def check() -> None:
-        if has_received:
-            raise KeyboardInterrupt
 
-    _install_handler(receive)
-    return check
+INTERRUPTS = Interrupts()
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ from streamrl.buffer import Ledger
 from streamrl.cli.run_setup.resume import RunDirClaim, claim_run, is_fork
 from streamrl.cli.run_setup.run_directory import open_run_directory
 from streamrl.cli.run_setup.signals import (
+    INTERRUPTS,
     catch_first_interrupt,
-    interrupt_on_signals,
     uninterrupted_exit_stack,
 )
 from streamrl.config.preflight import (
@@ -72,7 +72,8 @@ def train(
     start_fork_server()
     # Import wandb in the background while Ray starts.
     preload_wandb(config.telemetry.wandb)
-    with uninterrupted_exit_stack() as exit_stack:
+    with uninterrupted_exit_stack() as exit_stack, INTERRUPTS.preferred():
+        INTERRUPTS.install()
         claim = claim_run(config, origin, claim or RunDirClaim())
         exit_stack.callback(claim.release)
         progress.describe("asking vLLM for the model")
@@ -86,7 +87,7 @@ def train(
         shard_bytes = compute_shard_bytes(config, prepared, node_stores=get_object_store_bytes())
         progress.describe("asking vLLM for the model")
         unjudged = check_served()
-        check_interrupted = interrupt_on_signals()
+        INTERRUPTS.install()
         log, resume = exit_stack.enter_context(open_run_directory(config, origin, layout, claim))
         exit_stack.callback(progress.describe, "stopping Ray")
         exit_stack.enter_context(progress.paused())
@@ -104,20 +105,24 @@ def train(
         )
         exit_stack.callback(session.close)
         try:
-            recorded = _record_start(sinks, placed_config, origin, site.machine_facts)
-            notes = [*prepared.notes, describe_refusal(), site.placement.note, unjudged]
-            notes += [describe_shared_slots(placed_config), memory.summary_line if memory else ""]
-            for text in filter(None, notes):
-                sinks.log_event("note", {"text": text})
+            with INTERRUPTS.preferred():
+                recorded = _record_start(sinks, placed_config, origin, site.machine_facts)
+                notes = [*prepared.notes, describe_refusal(), site.placement.note, unjudged]
+                notes += [
+                    describe_shared_slots(placed_config),
+                    memory.summary_line if memory else "",
+                ]
+                for text in filter(None, notes):
+                    sinks.log_event("note", {"text": text})
 
-            def report_status(text: str) -> None:
-                check_interrupted()
-                sinks.show_status(WorkStatus(text))
+                def report_status(text: str) -> None:
+                    INTERRUPTS.check()
+                    sinks.show_status(WorkStatus(text))
 
-            for text in session.start(resume.checkpoint if resume else None, report_status):
-                sinks.log_event("corrupt", {"text": text})
-            check_interrupted()
-            finish = _forward_reports(session, sinks, log, claim, recorded, summary)
+                for text in session.start(resume.checkpoint if resume else None, report_status):
+                    sinks.log_event("corrupt", {"text": text})
+                INTERRUPTS.check()
+                finish = _forward_reports(session, sinks, log, claim, recorded, summary)
         except StreamError as error:
             summary |= {"written": str(config.run_dir)}
             raise _log_failure(error, session, sinks, config) from error.__cause__

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.run_setup.signals import catch_first_interrupt, interrupt_on_signals
+from streamrl.cli.run_setup.signals import Interrupts, catch_first_interrupt
+from streamrl.errors import StreamError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,12 +30,15 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_with_a_swallowed_exception_still_interrupts(number: int):
-    check = interrupt_on_signals()
-    check()
+    interrupts = Interrupts()
+    interrupts.install()
     with contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(number)
     with pytest.raises(KeyboardInterrupt):
-        check()
+        interrupts.install()  # as after Ray's start
+    with pytest.raises(KeyboardInterrupt), interrupts.preferred():
+        raise StreamError("generator-0 died")
+    interrupts.check()  # the signal counted once
 
 
 @pytest.mark.parametrize("number", SIGNALS)
