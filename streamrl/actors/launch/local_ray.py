@@ -14,11 +14,13 @@ import signal
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -81,7 +83,7 @@ def start_local_ray(
     with override_ray_environment(env), _create_session(folder) as session:
         try:
             try:
-                with _patch_lean_ray(session), keep_sigterm_handler(), _block_sighup():
+                with _patch_lean_ray(session), defer_signals():
                     ray.init(
                         address="local",
                         num_cpus=cpus,
@@ -181,23 +183,35 @@ def _open_directory(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def keep_sigterm_handler() -> Iterator[None]:
-    """Context in which `ray.init` leaves SIGTERM to this program; Ray would exit at once."""
-    with mock.patch.object(utils, "set_sigterm_handler", lambda handler: None):
-        yield
+def defer_signals() -> Iterator[None]:
+    """Context of `ray.init`: the first SIGINT, SIGTERM or SIGHUP takes effect at its end.
 
-
-@contextlib.contextmanager
-def _block_sighup() -> Iterator[None]:
-    """Context whose new processes never get SIGHUP; this process gets it at the end.
-
-    A closed terminal also signals Ray's processes, which the command needs for an orderly stop.
+    If it is interrupted halfway, Ray crashes this process at its exit. Ray's own handler of SIGTERM
+    would exit at once. New processes never get SIGHUP, which a closed terminal sends to all: the
+    command needs Ray's for an orderly stop.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            handlers.close()
+
+    def deliver() -> None:
+        if received:
+            signal.raise_signal(received[0])
+
+    with contextlib.ExitStack() as handlers:
+        handlers.callback(deliver)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        handlers.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        handlers.enter_context(
+            mock.patch.object(utils, "set_sigterm_handler", lambda handler: None)
+        )
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handlers.callback(signal.signal, number, signal.signal(number, receive))
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, RayError
 
 from streamrl.actors.launch.fork_server import stop_fork_server
-from streamrl.actors.launch.local_ray import keep_sigterm_handler, start_local_ray
+from streamrl.actors.launch.local_ray import defer_signals, start_local_ray
 from streamrl.distributed.devices import check_device, count_local_gpus, use_device
 from streamrl.engines.vllm.environment import MODEL_RUNNERS
 from streamrl.errors import ConfigError
@@ -138,7 +138,7 @@ def _connect_address(address: str) -> Iterator[None]:
     _check_reachable(address)
     try:
         try:
-            with keep_sigterm_handler():
+            with defer_signals():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())

@@ -46,10 +46,7 @@ class Interrupts:
         self._has_received = False
 
     def install(self) -> None:
-        """Install the handlers, also again: Ray replaces them with its own, which would abort.
-
-        Raises KeyboardInterrupt if a signal has arrived.
-        """
+        """Install the handlers; raise KeyboardInterrupt if a signal has arrived at earlier ones."""
         _install_handler(self._receive)
         self.check()
 

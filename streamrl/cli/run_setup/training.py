@@ -87,7 +87,7 @@ def train(
         shard_bytes = compute_shard_bytes(config, prepared, node_stores=get_object_store_bytes())
         progress.describe("asking vLLM for the model")
         unjudged = check_served()
-        INTERRUPTS.install()
+        INTERRUPTS.check()
         log, resume = exit_stack.enter_context(open_run_directory(config, origin, layout, claim))
         exit_stack.callback(progress.describe, "stopping Ray")
         exit_stack.enter_context(progress.paused())

@@ -21,6 +21,7 @@ from streamrl.actors.launch.local_ray import (
     TOKEN_VARIABLE,
     _create_session,
     _make_private_folder,
+    defer_signals,
     override_ray_environment,
 )
 from streamrl.errors import ActorError
@@ -85,6 +86,31 @@ def test_the_users_ray_environment_is_restored(monkeypatch: pytest.MonkeyPatch):
         assert (os.environ["RAY_AUTH_MODE"], os.environ[TOKEN_VARIABLE]) == ("token", "own")
     assert (os.environ["RAY_AUTH_MODE"], os.environ[TOKEN_VARIABLE]) == ("disabled", "of a cluster")
     assert "STREAMRL_TEST" not in os.environ
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_start_is_interrupted_at_its_end_even_if_it_fails(number: int, is_failing: bool):
+    raise_handled = signal.default_int_handler
+    before = {
+        n: signal.signal(n, raise_handled) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    reached = False
+    try:
+        with pytest.raises(KeyboardInterrupt), defer_signals():
+            signal.raise_signal(number)
+            reached = True
+            if is_failing:
+                raise RuntimeError("no node")
+        with pytest.raises(KeyboardInterrupt), defer_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            pytest.fail("a second signal waits for nothing")
+        assert [signal.getsignal(n) for n in before] == [raise_handled] * 3
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert reached
 
 
 def test_sessions_of_ended_commands_are_removed_and_no_others(tmp_path: Path):

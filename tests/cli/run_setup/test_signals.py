@@ -35,7 +35,7 @@ def test_a_signal_with_a_swallowed_exception_still_interrupts(number: int):
     with contextlib.suppress(KeyboardInterrupt):
         signal.raise_signal(number)
     with pytest.raises(KeyboardInterrupt):
-        interrupts.install()  # as after Ray's start
+        interrupts.install()
     with pytest.raises(KeyboardInterrupt), interrupts.preferred():
         raise StreamError("generator-0 died")
     interrupts.check()  # the signal counted once
