@@ -87,9 +87,9 @@ class ServingRole(NamedTuple):
 
 SERVING_ROLES = {
     GENERATE_CALL.role: ServingRole("generator.replicas", "generators"),
+    REFERENCE_CALL.role: ServingRole("reference.replicas", "reference"),
     REWARD_CALL.role: ServingRole("scorer.replicas", "scorers", is_reward=True),
     COST_CALL.role: ServingRole("scorer.replicas", "cost", is_reward=True),
-    REFERENCE_CALL.role: ServingRole("reference.replicas", "reference"),
     VALUE_CALL.role: ServingRole("critic.replicas", "value"),
     COST_VALUE_CALL.role: ServingRole("critic.replicas", "cost_value"),
 }

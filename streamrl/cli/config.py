@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import difflib
 import inspect
-import math
 import re
 import types
 import typing
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from omegaconf import MISSING
 
 from streamrl.algorithms import ALGORITHMS, Algorithm
@@ -27,7 +25,7 @@ from streamrl.cli.arguments.config_args import read_config
 from streamrl.config.run_config import RunConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import suggest_nearest
+from streamrl.files.typed_settings import format_yaml, suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import REWARD_KINDS, RewardKind
 
@@ -261,6 +259,8 @@ def _select_keys(name: str | None) -> list[ConfigKey]:
         for key in list_config_keys(TrainerConfig, "critic.trainer."):
             default = format_yaml(own[key.name]) if key.name in own else key.default
             keys.append(key._replace(default=default))
+    if name.startswith("costs[]."):
+        keys += [key._replace(name=key.name.replace("rewards[].", "costs[].", 1)) for key in keys]
     prefix = re.compile(rf"{re.escape(name)}(?:$|[.\[])")
     if matches := [key for key in keys if prefix.match(key.name)]:
         return matches
@@ -397,8 +397,3 @@ def format_default(field: "dataclasses.Field[Any]") -> str:
     if value in (MISSING, dataclasses.MISSING):
         return REQUIRED
     return format_yaml(value)
-
-
-def format_yaml(value: Any) -> str:
-    # PyYAML ends a bare scalar with a "..." line.
-    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]

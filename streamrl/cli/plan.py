@@ -18,11 +18,11 @@ from streamrl.cli.arguments.planner_args import (
     check_simulation_time,
     read_planner_inputs,
 )
-from streamrl.cli.config import format_yaml
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, with_settings
 from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import format_yaml
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.placements import MAX_STALENESS
 from streamrl.planner.costs.cost_model import CostModel

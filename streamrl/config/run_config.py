@@ -39,6 +39,7 @@ from streamrl.files.typed_settings import (
     at_least,
     check_rules,
     describe_read_error,
+    format_yaml,
     get_fields,
     merge_settings,
     prepare_settings,
@@ -128,11 +129,15 @@ REPLACEMENTS = {
         "kind function has path and function in the section filter; mean_outside is gone"
     ),
     "telemetry.sinks": (
-        "metrics.jsonl is always written; remove it from the config (for a resume:"
-        " 'telemetry.sinks=[jsonl,wandb]'), and telemetry.wandb.mode=disabled turns wandb off"
+        "metrics.jsonl is always written, and telemetry.wandb.mode=disabled turns wandb off"
     ),
     "data.prompt_key": "set prompt_key per file, beside its path",
     "environment.call_timeout_s": "half of environment.turn_timeout_s holds now",
+    "queue.hedge_s": "use pipeline.on_stall=redeliver",
+    "telemetry.wandb.entity": "wandb reads WANDB_ENTITY",
+    "scorer.combine": "use a reward of kind function",
+    "trainer.lora_targets": "all linear layers but the head have adapters",
+    "critic.trainer.lora_targets": "all linear layers but the head have adapters",
     "queue.journal.fsync_s": "use queue.journal.fsync, true or false",
     "trainer.warmup_ratio": "use trainer.warmup_steps",
     "critic.trainer.warmup_ratio": "use critic.trainer.warmup_steps",
@@ -159,10 +164,10 @@ def drop_removed_settings(raw: Any) -> Any:
         *parents, name = key.replace("[]", ".*").split(".")
         for section in _iter_sections(raw, parents):
             if (given := section.pop(name, value)) != value:
-                instead = REPLACEMENTS.get(key, f"{value!r} holds now. Remove it")
+                instead = REPLACEMENTS.get(key, f"{format_yaml(value)} holds now")
                 raise ConfigError(
-                    f"{key}={given!r}: no longer a setting; {instead}; to resume a run, edit its"
-                    " config.yaml"
+                    f"{key}={format_yaml(given)}: no longer a setting; {instead}; remove the key,"
+                    " in a run that you resume from its config.yaml"
                 )
     return raw
 

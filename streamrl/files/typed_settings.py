@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+import yaml
+
 from streamrl.errors import ConfigError
 
 T = TypeVar("T")
@@ -257,3 +259,9 @@ def _format_as_list(key: str, value: Any) -> str:
     """Format key=[value] as a shell word, the form in which a list is set on the command line."""
     entries = [] if value is None else [value]
     return shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")
+
+
+def format_yaml(value: Any) -> str:
+    """Format a value on one line, as in an override."""
+    # PyYAML ends a bare scalar with a "..." line.
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 
-from streamrl.dataflow import REFERENCE_CALL, REWARD_ROLES, SOURCE_CALLS
+from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL, SERVING_ROLES, SOURCE_CALLS
 
 #: Roles that share a pool, and the fraction of the pool that each role gets.
 RolePool = Mapping[str, float]
 
 FOLLOWED_ROLES = {call.role: call.followed_role for call in SOURCE_CALLS if call.followed_role}
 """Roles that hold the weights of another role and use the slots of that role within a pool."""
-ACTOR_ROLES = ("policy", "generator")
-CRITIC_ROLES = ("critic", "value")
-COST_CRITIC_ROLES = ("cost_critic", "cost_value")
-SCORER_ROLES = (REFERENCE_CALL.role, *REWARD_ROLES)
-POOL_ROLES = (*ACTOR_ROLES, *CRITIC_ROLES, *COST_CRITIC_ROLES, *SCORER_ROLES)
+TRAINED_ROLES = tuple(dict.fromkeys(FOLLOWED_ROLES.values()))
+POOL_ROLES = (*TRAINED_ROLES, *SERVING_ROLES)
+ACTOR_ROLES = (POLICY, GENERATE_CALL.role)
+SCORER_ROLES = tuple(role for role in SERVING_ROLES if role not in FOLLOWED_ROLES)
+CRITIC_ROLES = tuple(role for role in POOL_ROLES if role not in (*ACTOR_ROLES, *SCORER_ROLES))
 
 
 def make_pool(*roles: str, of: float = 1.0) -> dict[str, float]:
@@ -39,20 +39,14 @@ POOL_STRATEGIES: dict[str, tuple[RolePool, ...]] = {
     # All roles on all devices, in turn.
     "colocated": (make_pool(*POOL_ROLES),),
     # As colocated, but reference and reward side by side on half of the devices each.
-    "interleaving": (
-        make_pool(*ACTOR_ROLES, *CRITIC_ROLES, *COST_CRITIC_ROLES)
-        | make_pool(*SCORER_ROLES, of=0.5),
-    ),
-    # Actor and critic side by side, each with one of the scorers.
+    "interleaving": (make_pool(*ACTOR_ROLES, *CRITIC_ROLES) | make_pool(*SCORER_ROLES, of=0.5),),
+    # Actor and critic side by side, the critic with the reward, the actor with all other scorers.
     "split": (
-        make_pool(*ACTOR_ROLES, "reference", "cost"),
-        make_pool(*CRITIC_ROLES, *COST_CRITIC_ROLES, "reward"),
+        make_pool(*ACTOR_ROLES, *(role for role in SCORER_ROLES if role != REWARD_CALL.role)),
+        make_pool(*CRITIC_ROLES, REWARD_CALL.role),
     ),
     # Forward-only roles, including the shadows of actor and critic, apart from trained roles.
-    "shadow": (
-        make_pool("generator", "value", "cost_value", *SCORER_ROLES),
-        make_pool("policy", "critic", "cost_critic"),
-    ),
+    "shadow": (make_pool(*SERVING_ROLES), make_pool(*TRAINED_ROLES)),
 }
 """Pools of roles by name of a placement strategy; roles that a run lacks are ignored."""
 

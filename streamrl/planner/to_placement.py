@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import networkx as nx
@@ -13,11 +14,10 @@ from streamrl.config.cross_checks import find_conflict_at_any_size
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import (
-    EMA_REFERENCE,
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
-    REWARD_ROLES,
+    SERVING_ROLES,
     CallKind,
     Dataflow,
     ModelCall,
@@ -49,9 +49,6 @@ from streamrl.planner.to_planner_problem import CRITIC_ROLES
 from streamrl.resharding.grids import RankGrid
 from streamrl.weights.config import SHARED_MEMORY
 
-VALUE_ROLES = ("value", "cost_value")
-EQUALLY_SIZED_ROLES = (REWARD_ROLES, CRITIC_ROLES, VALUE_ROLES)
-"""Roles that share one setting for their number of actors and model split."""
 RAY_AUTO_ADDRESS = "auto"
 """Ray address that joins the cluster running on the node."""
 OBJECT_STORE_SLACK = 1.05
@@ -298,7 +295,10 @@ def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
     Checks only roles that take their number of actors and split from the same setting.
     """
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.calls}
-    for roles in EQUALLY_SIZED_ROLES:
+    sized = dict.fromkeys(CRITIC_ROLES, "critic.trainer")
+    sized |= {role: facts.replicas for role, facts in SERVING_ROLES.items()}
+    for setting in dict.fromkeys(sized.values()):
+        roles = (role for role in sized if sized[role] == setting)
         present = [(role, call) for role in roles if (call := calls.get(role)) is not None]
         for (first, a), (second, b) in pairwise(present):
             if (a.mesh.size, a.grid, a.zero_stage) != (b.mesh.size, b.grid, b.zero_stage):
@@ -386,21 +386,15 @@ def _apply_sizes(
     sections: dict[str, Any] = {
         "pipeline": replace(config.pipeline, max_staleness=max_staleness, depth=None),
         "trainer": replace(config.trainer, **make_trainer_sizes(config.trainer, policy)),
-        "generator": replace(
-            config.generator,
-            replicas=generator.grid.dp_size,
-            tensor_parallel=generator.grid.tp_size,
-        ),
+        "generator": replace(config.generator, tensor_parallel=generator.grid.tp_size),
     }
-    if scorers := [roles[role].mesh.size for role in REWARD_ROLES if role in roles]:
-        sections["scorer"] = replace(config.scorer, replicas=scorers[0])
-    if EMA_REFERENCE in roles:
-        sections["reference"] = replace(config.reference, replicas=roles[EMA_REFERENCE].mesh.size)
-    critic: dict[str, Any] = {}
     if critics := [role for role in CRITIC_ROLES if role in roles]:
         sizes = make_trainer_sizes(config.get_trainer_config(critics[0]), roles[critics[0]])
-        critic["trainer"] = {**config.critic.trainer, **sizes}
-    if value_models := [roles[role].mesh.size for role in VALUE_ROLES if role in roles]:
-        critic["replicas"] = value_models[0]
+        trainer = {**config.critic.trainer, **sizes}
+        sections["critic"] = replace(config.critic, trainer=trainer)
+    for role in filter(roles.__contains__, SERVING_ROLES):
+        name, _, key = SERVING_ROLES[role].replicas.partition(".")
+        section = sections.get(name, attrgetter(name)(config))
+        sections[name] = replace(section, **{key: roles[role].grid.dp_size})
     # Replace all sections at once: new sizes may contradict old sizes of other sections.
-    return replace(config, critic=replace(config.critic, **critic), **sections)
+    return replace(config, **sections)

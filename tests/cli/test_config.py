@@ -38,6 +38,7 @@ def test_a_named_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]):
     text = read_output(capsys, "rewards")
     assert all(name.startswith("rewards[].") for name in re.findall(r"^\S+", text, re.MULTILINE))
     assert "\n  default  1.0e-05\n" in read_output(capsys, "critic.trainer.lr")
+    assert "\n  default  1.0\n" in read_output(capsys, "costs[].weight")
 
 
 def test_every_kind_is_printed_with_its_options(capsys):

@@ -310,12 +310,17 @@ STABLE = "{lr_schedule: warmup_stable_decay, lr_schedule_options: {decay_type: l
             "environment={tools: [{kind: python, cpu_s: 5}]}",
             r"tools\[\].cpu_s=5: no longer a setting; 60.0 holds",
         ),
-        ("data.prompt_key=question", "recipe.*: data.prompt_key='question': .*; set prompt_"),
+        ("queue.hedge_s=3", "hedge_s=3: no longer a setting; use pipeline.on_stall=redeliver;"),
+        ("run.debug=true", "run.debug=true: no longer a setting; false holds now;"),
+        ("data.prompt_key=question", "recipe.*: data.prompt_key=question: .*; set prompt_"),
         (
             "trainer={lr_schedule: polynomial}",
             "schedule=polynomial: must be one of constant, li",
         ),
-        (f"critic.trainer={STABLE}", "lr_schedule_options=.*to resume a run, edit its con"),
+        (
+            f"critic.trainer={STABLE}",
+            "lr_schedule_options=.*; remove the key, in a run that you resume from",
+        ),
     ],
 )
 def test_a_removed_key_with_another_value_is_refused(recipe: Path, override: str, message: str):

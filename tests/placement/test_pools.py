@@ -137,7 +137,7 @@ def test_colocated_run_has_one_generator_per_rank():
         ({"pools": [{"policy": 1}]}, "has no effect with placement.mode=auto"),
         (
             {"mode": "mixed", "pools": [{"actor": 1}]},
-            r"placement.pools\[0\].actor=1: must be one of policy, generator",
+            r"placement.pools\[0\].actor=1: must be one of policy, critic",
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1}, {"generator": 1.5}]},
