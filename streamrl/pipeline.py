@@ -119,7 +119,8 @@ async def generate_rollouts(
 
     Consumes: prompts. Waits for: a prompt, a free slot, the version at which the prompt was
     admitted. Produces: the columns that `sample` returns, such as the rollouts of the group; in a
-    run it is a method of GenerationEngine or, with environments, of EpisodeDriver.
+    run it is a method of GenerationEngine or, with environments, of EpisodeDriver, which
+    `actors/generator.py` chooses by the stage's name.
     Unblocked by: `admit_prompts`, its own finished rollouts, and `follow_weights`. While running,
     the loop saves partial rollouts so that another generator can resume them. `sample` holds the
     device lease while it computes: for the whole group (`hold_devices_per_group`), or turn by turn.
@@ -235,7 +236,8 @@ async def score_groups(
 
     Consumes: groups with the required columns. Waits for: such groups and, if the scorer follows a
     trained model, the version at which they were admitted. Produces: the declared columns, as
-    `score` returns them: RewardScorer, or a model's scorer (`engines/training/forward_scorers.py`).
+    `score` returns them: RewardScorer, or a model's scorer (`engines/training/forward_scorers.py`),
+    which `actors/replica.py` hosts.
     Unblocked by: `generate_rollouts` and other scorers, which commit columns, and `follow_weights`.
     """
 
