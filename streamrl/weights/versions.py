@@ -154,8 +154,8 @@ class LoadVerification:
     """Comparison of a model's parameters with the published ones after a version was loaded.
 
     num_compared: parameters that were compared, or that are views or copies of the published ones
-    by construction; 0 if none. differing_names: checkpoint names of parameters whose values differ. warnings: the engine's own warnings about weights that it did
-    not load.
+    by construction; 0 if none. differing_names: checkpoint names of parameters whose values differ.
+    warnings: the engine's own warnings about weights that it did not load.
     """
 
     num_compared: int = 0
