@@ -21,7 +21,8 @@ RETRY_S = 0.5
 PublishFunction = Callable[[int, Sequence[str]], Awaitable[WeightManifest]]
 """Publishes the current model as a version, to the followers of these names.
 
-In a run it is `publish_weights` of the role's TrainerGroup. Raises WeightsError on failure; a retry may succeed.
+In a run it is `publish_weights` of the role's TrainerGroup. Raises WeightsError on failure; a
+retry may succeed.
 """
 
 
