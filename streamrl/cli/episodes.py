@@ -157,6 +157,12 @@ def _select_groups(arguments: argparse.Namespace) -> list[RecordedGroup]:
         raise ConfigError(f"{run_dir}: not a run: {describe_missing_run(run_dir)}")
     steps = list_recorded_steps(run_dir)
     if not steps:
+        if any((run_dir / ROLLOUTS_FOLDER).glob("step_*.jsonl")):
+            raise ConfigError(
+                f"{run_dir}: {ROLLOUTS_FOLDER}/ has only step_*.jsonl, which versions up to"
+                " 2026-11-26 wrote and no command reads any more; each of their lines is a group,"
+                " as JSON"
+            )
         raise ConfigError(
             f"{run_dir}: no {ROLLOUTS_FOLDER}/: telemetry.rollouts.every=0, or no step has ended"
         )

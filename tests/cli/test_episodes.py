@@ -70,7 +70,11 @@ def test_bad_input_is_one_line(refuse: Show, run_dir: Path, tmp_path: Path):
         assert error.endswith("no such rollouts are recorded; rollouts/ has 2 steps from 2 to 5")
     assert "not a run: no such directory" in refuse("episodes", tmp_path / "none")
     (tmp_path / "config.yaml").touch()
-    assert "no rollouts/" in refuse("episodes", tmp_path)
+    assert "no rollouts/: telemetry.rollouts.every=0" in refuse("episodes", tmp_path)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000001.jsonl").touch()
+    error = refuse("episodes", tmp_path)
+    assert "rollouts/ has only step_*.jsonl, which versions up to 2026-11-26 wrote" in error
     assert "--last 0: must be at least 1" in refuse("episodes", run_dir, "--last", 0)
     (run_dir / "rollouts" / "step_000006.parquet").write_text("no parquet")
     assert "step_000006.parquet: not recorded rollouts" in refuse("episodes", run_dir)
