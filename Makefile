@@ -44,7 +44,7 @@ test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every te
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 
-test-chaos: $(STAMP) ## kill -9 every kind of process at every moment of a run; 9 to 11 minutes (SEED=3)
+test-chaos: $(STAMP) ## kill -9 every kind of process at every moment of a run; 8 to 11 minutes (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
 gpu-check: $(STAMP) ## check trainer, vLLM, memory, speed, NCCL and resharding on a GPU, at most 12 minutes (ARGS="--device cpu")

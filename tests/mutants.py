@@ -4,10 +4,11 @@
 
 runs, in a copy of the working tree, each mutant's test without the fault (it must pass) and with it
 (it must fail). Prints a line per mutant; exits with 1 if a mutant survives. `--check` only compares
-the texts with the sources, as the quick tests do.
+the texts with the sources and the tests, as the quick tests do.
 """
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -514,12 +515,21 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def find_stale(mutants: tuple[Mutant, ...]) -> Iterator[str]:
-    """Yield a line per mutant whose text is not in its file exactly once."""
+    """Yield a line per mutant whose text is not in its file exactly once, or that has no test."""
     for mutant in mutants:
-        source = ROOT / "streamrl" / mutant.file
-        count = source.read_text().count(mutant.old) if source.is_file() else 0
+        count = _read(f"streamrl/{mutant.file}").count(mutant.old)
         if count != 1:
             yield f"{mutant.file}: {count} times {mutant.old!r}"
+        node, _, word = mutant.test.partition(" -k ")
+        file, _, name = node.partition("::")
+        function = name.partition("[")[0] or rf"test_\w*{word}\w*"
+        if not re.search(rf"def {function}\(", _read(file)):
+            yield f"{mutant.file}: no test {mutant.test}"
+
+
+def _read(file: str) -> str:
+    path = ROOT / file
+    return path.read_text() if path.is_file() else ""
 
 
 def copy_tree(target: Path) -> None:
