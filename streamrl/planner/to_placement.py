@@ -202,7 +202,7 @@ def _restrict_zero_stages(
 
     The torch backend, which trains tensor-parallel layers, supports no adapters under tensor
     parallelism and no optimizer in host memory. Without tensor parallelism it shards the whole
-    model (ZeRO 3) or replicates it (0), in float32 only.
+    model (ZeRO 3) or, in float32 only, replicates it (0).
     """
     tp_size, is_split = grid.tp_size, grid.tp_size > 1
     # Shapes by name are of families whose plans are known; transformers imports slowly.

@@ -10,15 +10,8 @@ The loss denominator is known once all micro-batches of the update are, and `upd
 after the reduction over ranks and before clipping. The update is therefore independent of the
 split into micro-batches and of the number of ranks.
 
-`WeightResharder` moves weights from trainer ranks into the generators of the same processes
-(HybridFlow).
-
-Used in colocated runs where the layouts of training and generation differ, or several ranks share a
-generator. Shards that a rank trains and serves stay in place; missing shards are received once, in
-buckets, without staging a full model. The transfer is planned once, from the shards that each rank
-trains and serves, and executed for every version. After planning, ranks move their trained shards
-into the generator's memory where the layout allows, which saves those copies. If the dtypes differ,
-each rank casts its shards first.
+The model leaves the ranks as a Hugging Face directory (`write_hf_model`), as buckets, or, in
+colocated runs, straight into the generators of the same processes (`WeightResharder`).
 """
 
 import json
@@ -760,7 +753,15 @@ class _RankShards:
 
 
 class WeightResharder:
-    """Writes versions from the trainer ranks into this rank's generator, by one plan for all."""
+    """Writes versions from the trainer ranks into this rank's generator, by one plan for all.
+
+    Used in colocated runs where the layouts of training and generation differ, or several ranks
+    share a generator (HybridFlow). Shards that a rank trains and serves stay in place; missing
+    shards are received once, in buckets, without staging a full model. The transfer is planned
+    once, from the shards that each rank trains and serves, and executed for every version. After
+    planning, ranks move their trained shards into the generator's memory where the layout allows,
+    which saves those copies. If the dtypes differ, each rank casts its shards first.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
