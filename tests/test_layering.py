@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,12 @@ ROOMS = (
 """Each room imports those before it only, so that the command line alone knows the planner."""
 
 
+def is_own_module(name: str) -> bool:
+    """Return whether this is the dotted name of a module or package of streamrl."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
 class Source(NamedTuple):
     """A file of the package."""
 
@@ -51,11 +58,19 @@ class Source(NamedTuple):
 
     @property
     def imports(self) -> Iterator[tuple[str, int]]:
+        """Yield the imported modules with their lines, also those of import_module("name")."""
+        package = ".".join(self.path.relative_to(ROOT).parent.parts)
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from ((alias.name, node.lineno) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                yield node.module, node.lineno
+            elif isinstance(node, ast.ImportFrom):
+                module = resolve_name("." * node.level + (node.module or ""), package)
+                submodules = (f"{module}.{alias.name}" for alias in node.names)
+                names = [name for name in submodules if is_own_module(name)] or [module]
+                yield from ((name, node.lineno) for name in names)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                constants = (a.value for a in node.args[:1] if isinstance(a, ast.Constant))
+                yield from ((str(value), node.lineno) for value in constants)
 
     def find_lines(self, pattern: re.Pattern[str]) -> Iterator[str]:
         for number, line in enumerate(self.text.split("\n"), start=1):
@@ -79,6 +94,22 @@ def reject(offenders: Iterable[str]) -> None:
     """Fail with all offenders: without -v pytest shows only the first item of a list."""
     offending_lines = list(offenders)
     assert not offending_lines, "\n".join(["", *offending_lines])
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import streamrl.planner",
+        "from streamrl import planner",
+        "from ..planner import plan_report",
+        "from streamrl.planner.plan_report import PlanReport",
+        "importlib.import_module('streamrl.planner.plan_report')",
+    ],
+)
+def test_each_way_to_import_is_seen(statement: str):
+    source = Source(PACKAGE / "data" / "rows.py", statement, ast.parse(statement))
+    ((module, line),) = source.imports
+    assert (module.split(".")[:2], line) == (["streamrl", "planner"], 1)
 
 
 def find_level(room: str) -> int:
