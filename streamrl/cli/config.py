@@ -21,8 +21,7 @@ from omegaconf import MISSING
 from streamrl.algorithms import ALGORITHMS, Algorithm
 from streamrl.algorithms.config import load_specs
 from streamrl.algorithms.table import DEFAULT_SETTINGS
-from streamrl.cli.arguments.config_args import read_config
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import format_yaml, suggest_nearest
@@ -72,9 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         if vars(arguments)[option] != default and not applies:
             raise ConfigError(f"config --{option}: has no effect here; see streamrl config --help")
     if arguments.graph:
-        if not words:
+        if not words or not words[0]:
             raise ConfigError("config --graph: name a config file or a run directory")
-        print(show_graph(read_config(Path(words[0]), words[1:])), end="")
+        print(show_graph(load_config(Path(words[0]), words[1:])), end="")
         return 0
     if len(words) > 1:
         raise ConfigError(f"config: one name at a time, not {' '.join(words)}")

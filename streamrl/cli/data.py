@@ -14,7 +14,7 @@ import xxhash
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import add_file_options, read_file_options
-from streamrl.config.run_config import RunConfig, load_config
+from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.config import DataConfig, DataFile
 from streamrl.data.prompt_file import ClassifiedRow, PromptFile, PromptLimits, RowStatus
@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=parse_path,
         metavar="CONFIG",
-        help="YAML file with the model, files and limits to use",
+        help="YAML file or run directory with the model, files and limits to use",
     )
     add_file_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -157,18 +157,19 @@ def _validate_files(
     arguments: argparse.Namespace, progress: ProgressLine
 ) -> tuple[str, PromptLimits, list[FileReport]]:
     """Check the files of the command line; return the model and the limits that hold, too."""
-    recipe = load_config(arguments.config) if arguments.config else None
-    data = recipe.data if recipe else DataConfig()
-    files = parse_named_files(arguments, arguments.files, data) or (
-        *data.train_files,
-        *data.eval_files,
+    recipe = load_sections(arguments.config)
+    files = parse_named_files(arguments, arguments.files, recipe.data) or (
+        *recipe.data.train_files,
+        *recipe.data.eval_files,
     )
     if not files:
         raise ConfigError("data check: name a file, or a --config with data.train or data.eval")
-    model = arguments.model or (recipe and recipe.model.path)
-    if model is None:
-        raise ConfigError("data check: give --model or --config; tokens are counted with its model")
-    limits = _make_limits(recipe, str(model))
+    model = arguments.model or recipe.model.path
+    if not model:
+        raise ConfigError(
+            "data check: give --model, or a --config with model.path; its tokenizer counts tokens"
+        )
+    limits = _make_limits(recipe, str(model), has_config=arguments.config is not None)
     tokenizer, reports = load_tokenizer(str(model)), []
     for file in files:
         progress.describe(f"checking {Path(file.path).name}", unit="rows")
@@ -176,16 +177,15 @@ def _validate_files(
     return str(model), limits, reports
 
 
-def _make_limits(recipe: RunConfig | None, model: str) -> PromptLimits:
-    """Return a prompt's limits; by default it may be one token shorter than the context."""
-    data = recipe.data if recipe else DataConfig()
-    most = data.compute_prompt_limit(
-        model_tokens=read_model_length(model, limit=recipe.model.max_length if recipe else None),
-        max_new_tokens=recipe.max_completion_tokens if recipe else 1,
-        key=recipe.completion_limit_key if recipe else "generator.max_new_tokens",
+def _make_limits(recipe: ConfigSections, model: str, *, has_config: bool) -> PromptLimits:
+    """Return a prompt's limits; without a config it may be one token shorter than the context."""
+    most = recipe.data.compute_prompt_limit(
+        model_tokens=read_model_length(model, limit=recipe.model.max_length),
+        max_new_tokens=recipe.max_completion_tokens if has_config else 1,
+        key=recipe.completion_limit_key,
     )
-    environments = tuple(recipe.environment.specs) if recipe else None
-    return PromptLimits(most, read_vocab_size(model), data.on_long_prompt, environments)
+    environments = tuple(recipe.environment.specs) if has_config else None
+    return PromptLimits(most, read_vocab_size(model), recipe.data.on_long_prompt, environments)
 
 
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:

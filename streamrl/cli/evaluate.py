@@ -62,12 +62,6 @@ class EvaluationSubject:
     model_dir: Path
     config: ConfigSections
 
-    @property
-    def max_completion_tokens(self) -> int:
-        """Most tokens that follow the prompt of a row."""
-        environment, generator = self.config.environment, self.config.generator
-        return environment.max_tokens if environment.is_enabled else generator.max_new_tokens
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "streamrl evaluate MODEL [--data FILE ...] [--config CONFIG] [options]"
@@ -94,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=parse_path,
         metavar="CONFIG",
-        help="YAML file with the rewards, max_new_tokens and evaluation.* to use",
+        help="YAML file or run directory with the rewards, max_new_tokens and evaluation.*",
     )
     parser.add_argument(
         "--max-new-tokens",
@@ -187,7 +181,8 @@ async def _evaluate_files(
     tokenizer = load_tokenizer(model)
     limit = config.data.compute_prompt_limit(
         model_tokens=read_model_length(model, limit=None),
-        max_new_tokens=subject.max_completion_tokens,
+        max_new_tokens=config.max_completion_tokens,
+        key=config.completion_limit_key,
     )
     limits = PromptLimits(
         limit,
@@ -203,7 +198,7 @@ async def _evaluate_files(
         rewards.check_prompts(file_prompts)
     progress.describe("loading the model")
     longest = max(len(prompt.token_ids) for group in prompts.values() for prompt in group)
-    engine = await start_engine(subject, longest + subject.max_completion_tokens)
+    engine = await start_engine(subject, longest + config.max_completion_tokens)
 
     async def score(prompt: Prompt, rollouts: Columns) -> Columns:
         result = await rewards.judge_group(prompt, decode_rollouts(tokenizer, rollouts))

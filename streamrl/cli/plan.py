@@ -12,14 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,
 )
 from streamrl.cli.output.output_files import check_output_file, write_output_file
-from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, with_settings
+from streamrl.config.run_config import (
+    RunConfig,
+    config_to_dict,
+    dump_config,
+    load_config,
+    with_settings,
+)
 from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import format_yaml
@@ -265,7 +270,7 @@ def read_staleness_request(
     if arguments.max_staleness is not None:
         bounds = parse_bounds(arguments.max_staleness)
     else:
-        own_bound = read_config(path, overrides).pipeline.max_staleness
+        own_bound = load_config(path, overrides).pipeline.max_staleness
         if own_bound > MAX_STALENESS:
             raise ConfigError(
                 f"pipeline.max_staleness={own_bound}: the planner supports at most {MAX_STALENESS}"
@@ -275,7 +280,7 @@ def read_staleness_request(
     for bound in bounds:
         settings = (*overrides, *UNPLACED, f"pipeline.max_staleness={bound}")
         try:
-            configs[bound] = read_config(path, settings)
+            configs[bound] = load_config(path, settings)
         except ConfigError as error:
             refused.append(ExcludedBound(bound, str(error)))
     if not configs:
@@ -362,7 +367,7 @@ def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> Ru
     Without a valid one (--max-staleness may replace an invalid bound) returns the planned config.
     """
     try:
-        return read_config(arguments.config, arguments.overrides)
+        return load_config(arguments.config, arguments.overrides)
     except ConfigError:
         return report.config
 

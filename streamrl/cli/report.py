@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.run_log import LedgerAudit, audit_run_log, read_history
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path, parse_run_dir
 from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
 from streamrl.planner.calibration import advice
-from streamrl.planner.calibration.run_trace import describe_missing_run, load_run_trace
+from streamrl.planner.calibration.run_trace import load_run_trace
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.telemetry.page.page import RunPage
 from streamrl.telemetry.page.run_record import RunReader
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "run_dirs",
-        type=parse_path,
+        type=parse_run_dir,
         nargs="*",
         metavar="RUN",
         help="run directory; report its bottleneck",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ledger",
-        type=parse_path,
+        type=parse_run_dir,
         metavar="RUN",
         help="audit the run log of a run directory: the state of every admitted prompt",
     )
@@ -195,8 +195,6 @@ def _format_time(time_s: float) -> str:
 
 
 def _read_run_log(run_dir: Path) -> Iterator[LogEntry]:
-    if not os.path.isfile(run_dir / "config.yaml"):
-        raise ConfigError(f"--ledger {run_dir}: not a run: {describe_missing_run(run_dir)}")
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
     if not os.path.isdir(folder):
         raise ConfigError(

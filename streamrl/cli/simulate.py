@@ -4,12 +4,12 @@ import argparse
 import json
 from typing import Any
 
-from streamrl.cli.arguments.config_args import read_config
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,
 )
+from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.plan_report import (
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     """Simulate the placement; return the output."""
-    config = read_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides)
     problem, constants = read_planner_inputs(arguments, config).build_problem(config)
     placement = build_run_placement(config, problem.models)
     try:

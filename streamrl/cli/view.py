@@ -2,7 +2,7 @@
 
 import argparse
 
-from streamrl.cli.arguments.arg_types import parse_path
+from streamrl.cli.arguments.arg_types import parse_run_dir
 from streamrl.planner.calibration.advice import BottleneckText
 from streamrl.telemetry.page.page import PageServer, RunPage
 from streamrl.telemetry.page.run_record import RunReader
@@ -11,7 +11,11 @@ from streamrl.telemetry.page.run_record import RunReader
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "streamrl view RUN [RUN ...] [--port N]"
     parser.add_argument(
-        "run_dirs", type=parse_path, nargs="+", metavar="RUN", help="run directory; several overlay"
+        "run_dirs",
+        type=parse_run_dir,
+        nargs="+",
+        metavar="RUN",
+        help="run directory; several overlay",
     )
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)"

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ from streamrl.rewards.interface.config import (
 from streamrl.rewards.registry import check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
+from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.stream.evaluation.config import MAX_SEED, EvaluationConfig
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.config import TelemetryConfig
@@ -309,6 +311,19 @@ class ConfigSections:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
+    @property
+    def max_completion_tokens(self) -> int:
+        """Most tokens that follow the prompt of a row: of a completion, or of a whole episode."""
+        if self.environment.is_enabled:
+            return self.environment.max_tokens
+        return self.generator.max_new_tokens
+
+    @property
+    def completion_limit_key(self) -> str:
+        """Setting that gives `max_completion_tokens`, for messages."""
+        has_episodes = self.environment.is_enabled
+        return "environment.max_tokens" if has_episodes else "generator.max_new_tokens"
+
 
 @dataclass
 class RunConfig(ConfigSections):
@@ -374,19 +389,6 @@ class RunConfig(ConfigSections):
         in_engine = self.generator.max_concurrent_rollouts
         return self.environment.open_episodes or in_engine
 
-    @property
-    def max_completion_tokens(self) -> int:
-        """Most tokens that follow the prompt of a row: of a completion, or of a whole episode."""
-        if self.environment.is_enabled:
-            return self.environment.max_tokens
-        return self.generator.max_new_tokens
-
-    @property
-    def completion_limit_key(self) -> str:
-        """Setting that gives `max_completion_tokens`, for messages."""
-        has_episodes = self.environment.is_enabled
-        return "environment.max_tokens" if has_episodes else "generator.max_new_tokens"
-
     def get_trainer_config(self, role: str) -> TrainerConfig:
         """Return the training settings of a role: `trainer`, for critics changed by critic.trainer.
 
@@ -420,7 +422,7 @@ class RunConfig(ConfigSections):
 def load_config(
     path: Path, overrides: Sequence[str] = (), *, skips_dry_run: bool = False
 ) -> RunConfig:
-    """Read a YAML file and key=value overrides into a checked RunConfig.
+    """Read a YAML file or run directory and key=value overrides into a checked RunConfig.
 
     skips_dry_run: skip the algorithm's dry run, because it passed when the run started. Raises a
     one-line ConfigError with key, value and rule, or with the nearest valid key.
@@ -438,8 +440,6 @@ def load_sections(
     path: None: the defaults. command: named in errors without a path. Raises a one-line ConfigError
     as `load_config` does, without the checks across sections.
     """
-    if path is not None and path.is_dir():
-        path = path / "config.yaml"
     settings = OmegaConf.create({}) if path is None else _read_config_file(path)
     for override in overrides:
         _apply_override(settings, override)
@@ -560,8 +560,11 @@ def config_to_dict(config: ConfigSections) -> dict[str, Any]:
 def _read_config_file(path: Path) -> DictConfig:
     """Read a YAML file as an OmegaConf mapping, which supports ${...} interpolation.
 
-    Raises ConfigError for an unreadable or malformed file.
+    path: a run directory stands for its config. Raises ConfigError for an unreadable or malformed
+    file.
     """
+    if os.path.isdir(path):
+        path = check_run_dir(path)
     try:
         loaded = read_small_yaml(path)
     except OSError as error:

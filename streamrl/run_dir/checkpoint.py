@@ -36,6 +36,7 @@ from streamrl.files.file_proofs import (
 )
 from streamrl.files.typed_settings import at_least, check_rules, describe_read_error
 from streamrl.run_dir.discarded import keep_links, link_or_copy
+from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.sinks import METRICS_FILE
 
 CHECKPOINT_FORMAT = 4
@@ -460,12 +461,7 @@ class ResumePoint:
 
 
 def find_run_dir(path: Path) -> Path:
-    """Return the run directory at `path`, which may also be a checkpoint in the directory.
-
-    Raises ConfigError if `path` is no directory.
-    """
-    if not path.is_dir():
-        raise ConfigError(f"--resume {path}: no such directory")
+    """Return the run directory at `path`, which may also be a checkpoint in the directory."""
     folder = path.resolve()
     return folder.parent.parent if (folder / "state.json").is_file() else folder
 
@@ -488,9 +484,10 @@ def find_resume_point(path: Path) -> ResumePoint:
     # A run that died before its first step may have no run log, and needs none.
     has_steps = metrics.is_file() and metrics.stat().st_size > 0
     is_resumable = get_journal_dir(folder, RUN_LOG_FOLDER).is_dir() or not has_steps
-    if not (folder / "config.yaml").is_file() or not is_resumable:
+    check_run_dir(folder)
+    if not is_resumable:
         raise ConfigError(
-            f"--resume {path}: not a checkpoint, nor a run directory that holds one or a journal"
+            f"{path}: cannot be resumed: it has trained steps, but no checkpoint and no journal"
         )
     return ResumePoint(folder, None)
 

@@ -15,6 +15,7 @@ from streamrl.config.run_config import dump_config, load_config
 from streamrl.dataflow import POLICY
 from streamrl.engines.trainer_config import REFERENCE_FILE
 from streamrl.run_dir.checkpoint import CheckpointWriter
+from streamrl.run_dir.run_config_file import CONFIG_FILE
 from streamrl.run_dir.run_lock import LOCK_FILE, acquire_run_lock
 from tests.toy import write_toy
 
@@ -137,7 +138,7 @@ def test_a_config_that_transformers_refuses_is_named(refused: Refuse, toy: Path,
     ("overrides", "part"),
     [
         ([], "exists: --resume it, choose another"),
-        (["run.overwrite=true"], "is not a run directory"),
+        (["run.overwrite=true"], "taken: not a run directory: holds no config.yaml; delete it"),
     ],
 )
 def test_an_existing_directory_is_left_unchanged(
@@ -277,6 +278,14 @@ def test_a_damaged_checkpoint_is_refused_and_changes_no_file(
 GRPO = "configs/grpo_arithmetic.yaml"
 PLAN_ARGS = [GRPO, "--cluster", "8xH100"]
 LONG = "x" * 400
+NO_RUN = "not a run directory: no such directory"
+
+
+@pytest.fixture(scope="module")
+def empty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run")
+    (run_dir / CONFIG_FILE).touch()
+    return run_dir
 
 
 @pytest.mark.parametrize(
@@ -284,13 +293,14 @@ LONG = "x" * 400
     [
         (["train", "run.steps=3"], "name a config file first"),
         (["train", "nowhere.yaml"], "nowhere.yaml: No such file"),
-        (["train", "--resume", "nowhere"], "no such directory"),
-        (["train", "--resume", "{tmp}"], "not a checkpoint"),
+        (["train", "--resume", "nowhere"], NO_RUN),
+        (["train", "--resume", "{tmp}"], "not a run directory: holds no config.yaml"),
+        (["train", "{tmp}"], "not a run directory: holds no config.yaml"),
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
-        (["scale", "nowhere"], "name a role to scale"),
-        (["scale", "nowhere", "--generators", "2"], "nowhere/config.yaml: No such file"),
-        (["scale", "nowhere", "--generators", "0"], "--generators 0: must be 1 or more"),
-        (["scale", "nowhere", "--trainers", "2"], "--trainers"),
+        (["scale", "{run}"], "name a role to scale"),
+        (["scale", "nowhere", "--generators", "2"], NO_RUN),
+        (["scale", "{run}", "--generators", "0"], "--generators 0: must be 1 or more"),
+        (["scale", "{run}", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),
         ([], "COMMAND"),
         # An empty word never means the working directory.
@@ -302,12 +312,15 @@ LONG = "x" * 400
         (["evaluate", "model", "--data", ""], "--data: must not be empty"),
         (["data", "check", ""], "FILE: must not be empty"),
         (["score", "", "--completions", "rows"], "ROWS: must not be empty"),
-        (["calibrate", LONG], "no run: no such directory"),
-        (["report", "--ledger", LONG], "not a run: no such directory"),
+        (["calibrate", LONG], NO_RUN),
+        (["report", LONG], NO_RUN),
+        (["report", "--ledger", LONG], NO_RUN),
+        (["view", LONG], NO_RUN),
+        (["episodes", LONG], NO_RUN),
+        (["report", GRPO], f"{GRPO}: not a run directory: not a directory"),
         (["plan", *PLAN_ARGS, "--prompt-tokens", "9", "--model", LONG], "a known model name"),
         (["report"], "name a RUN to find its bottleneck, or --ledger RUN"),
-        (["report", "a", "--uid", "0:1:0"], "--uid needs --ledger RUN"),
-        (["report", GRPO], "no run: not a directory"),
+        (["report", "{run}", "--uid", "0:1:0"], "--uid needs --ledger RUN"),
         (["config", "trainer.lrr"], "no such config key; the nearest key is trainer.lr"),
         (["config", "--rewards", "rgex"], "no such kind of reward; the nearest kind is regex"),
         (["config", "--algorithms", "gpo"], "no such algorithm; the nearest algorithm is gspo"),
@@ -315,12 +328,12 @@ LONG = "x" * 400
         (["config", "--rewards", "--path", "x.py"], "config --path: has no effect here"),
         (["config", "--algorithms", "--path", "no.py"], "algorithm.path=no.py: no such file"),
         (["config", "run", "trainer"], "config: one name at a time, not run trainer"),
-        (["config", "--graph"], "config --graph: name a config file or a run directory"),
+        (["config", "--graph", ""], "config --graph: name a config file or a run directory"),
         (["config", "--graph", LONG], f"config {LONG}: File name too long"),
     ],
 )
 def test_a_bad_command_line_is_a_one_line_error(
-    words: list[str], part: str, refuse: Refuse, tmp_path: Path
+    words: list[str], part: str, refuse: Refuse, tmp_path: Path, empty_run: Path
 ):
-    assert part in refuse(*(word.format(tmp=tmp_path) for word in words))
+    assert part in refuse(*(word.format(tmp=tmp_path, run=empty_run) for word in words))
     assert list(tmp_path.iterdir()) == []

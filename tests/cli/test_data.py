@@ -91,6 +91,17 @@ def test_a_recipe_provides_files_model_and_limits(toy, bad_rows, check):
     assert code == 2 and "limit is 122" in text
 
 
+@pytest.mark.parametrize("words", [["{toy}/rows.jsonl"], []])
+def test_a_recipe_may_be_part_of_a_config_and_lie_in_a_run_directory(toy, tmp_path, check, words):
+    data = {} if words else {"train": str(toy / "rows.jsonl")}
+    parts = {"data": data, "generator": {"max_new_tokens": 6}, "rewards": [{"kind": "model"}]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(parts))
+    files = [word.format(toy=toy) for word in words]
+    for recipe in (tmp_path, tmp_path / "config.yaml"):
+        code, text = check(*files, "--model", toy / "model", "--config", recipe)
+        assert code == 0 and "100 rows, 100 of them usable" in text and "(limit 122)" in text
+
+
 def test_column_options_select_prompt_and_label(toy, tmp_path, check):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "1+1", "label": "2"}\n{"input": "1+2"}\n')
@@ -117,7 +128,8 @@ def test_filter_and_template_options_are_applied(toy, tmp_path, check):
     ("words", "message"),
     [
         ([], "name a file"),
-        (["rows.jsonl"], "--model or --config"),
+        (["rows.jsonl"], "--model, or a --config with model.path"),
+        (["--config", "{toy}/model"], "not a run directory: holds no config.yaml"),
         (["nowhere.jsonl", "--model", "{toy}/model"], "nowhere.jsonl: cannot be read"),
         (["{toy}/rows.jsonl", "--model", "{toy}"], r"{toy}: not a model directory: config\.json"),
         (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x .* no file is named"),

@@ -1,7 +1,10 @@
-"""Argparse types that reject an empty argument, such as an unset shell variable leaves."""
+"""Argparse types. Each rejects an empty argument, such as an unset shell variable leaves."""
 
 import argparse
 from pathlib import Path
+
+from streamrl.errors import ConfigError
+from streamrl.run_dir.run_config_file import check_run_dir
 
 
 def parse_nonempty(word: str) -> str:
@@ -16,3 +19,12 @@ def parse_path(word: str) -> Path:
     `Path("")` would silently name the working directory.
     """
     return Path(parse_nonempty(word))
+
+
+def parse_run_dir(word: str) -> Path:
+    path = parse_path(word)
+    try:
+        check_run_dir(path)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path

@@ -1,13 +1,10 @@
 """Arguments that several commands share: a run's config, prompt files, a finished run's cluster."""
 
 import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.config.run_config import RunConfig, load_config
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
@@ -24,12 +21,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings that override the config",
     )
-
-
-def read_config(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """Load a config from a YAML file or a run directory, and apply key=value overrides."""
-    source = path / "config.yaml" if os.path.isdir(path) else path
-    return load_config(source, overrides)
 
 
 FILE_OPTIONS = {

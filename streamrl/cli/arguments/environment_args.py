@@ -39,7 +39,7 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=parse_path,
         metavar="CONFIG",
-        help="YAML file with the sections to use: environment and, if given, model and data",
+        help="YAML file or run directory with the environment and, if given, model and data",
     )
     parser.add_argument(
         "--data", type=parse_nonempty, metavar="FILE", help="prompt file with the rows of episodes"

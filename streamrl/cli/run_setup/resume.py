@@ -16,6 +16,7 @@ from streamrl.run_dir.checkpoint import (
     link_best_checkpoint,
 )
 from streamrl.run_dir.discarded import DISCARDED, restore_discarded
+from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.run_dir.run_lock import InUseError, RunLock, acquire_run_lock, lock_for_reading
 
 
@@ -89,11 +90,11 @@ def _check_replaceable(config: RunConfig) -> None:
     run (model, data, code).
     """
     folder = config.run_dir
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"run.overwrite=true: {folder} is not a run directory; delete it yourself or choose"
-            " another run.name"
-        )
+    try:
+        check_run_dir(folder)
+    except ConfigError as error:
+        hint = "delete it yourself or choose another run.name"
+        raise ConfigError(f"run.overwrite=true: {error}; {hint}") from None
     sections = dict(iter_path_sections(config))
     inputs = {f"{key}.path": settings.get("path", "") for key, settings in sections.items()}
     inputs["data.pretrain"] = config.data.pretrain
@@ -124,9 +125,7 @@ def resume_run(
             f"--resume uses the run's own config; remove {overrides[0]} (only key=value may follow)"
         )
     folder = find_run_dir(path)
-    if not (folder / "config.yaml").is_file():
-        find_resume_point(path)  # raises an error that names the missing file
-    config = load_config(folder / "config.yaml", overrides)
+    config = load_config(check_run_dir(folder), overrides)
     config = replace(config, run=_relocate_run(config, folder, overrides))
     is_forking = config.run_dir.resolve() != folder
     if is_forking:
@@ -146,7 +145,7 @@ def resume_run(
                 f"--resume {path} run.name={config.run.name}: no checkpoint to fork from"
             )
         resume = replace(resume, should_keep_journal=False)
-    stored = load_config(folder / "config.yaml", skips_dry_run=True)
+    stored = load_config(folder, skips_dry_run=True)
     check_overrides(stored, config, resume.checkpoint)
     if resume.version >= config.run.steps:
         raise ConfigError(

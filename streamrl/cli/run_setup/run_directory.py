@@ -13,6 +13,7 @@ from streamrl.config.run_config import RunConfig, dump_config
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import write_atomic
 from streamrl.run_dir.checkpoint import QueueLayout, ResumePoint, find_resume_point, link_checkpoint
+from streamrl.run_dir.run_config_file import CONFIG_FILE
 from streamrl.run_dir.run_lock import RunLock, acquire_run_lock
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE
@@ -41,7 +42,7 @@ def open_run_directory(
             claim.run_lock = claim.run_lock or acquire_run_lock(folder)
             resume.discard_later()
             _repartition_queue(config, resume, layout)
-            write_atomic(folder / "config.yaml", dump_config(config))
+            write_atomic(folder / CONFIG_FILE, dump_config(config))
     except OSError as error:
         raise ConfigError(f"run directory {folder}: {error.strerror or error}") from None
     try:
@@ -83,7 +84,7 @@ def _make_run_dir(
             (partial_dir / "journal").mkdir()
             layout.write(partial_dir)
             _repartition_queue(config, forked, layout)
-        write_atomic(partial_dir / "config.yaml", dump_config(config))
+        write_atomic(partial_dir / CONFIG_FILE, dump_config(config))
         if folder.exists():
             # Another process created the folder after this command had checked.
             if claim.run_lock is None:

@@ -143,7 +143,7 @@ def _prepare_training(
         return prepared, QueueLayout(config.queue.shards)
     if resume.checkpoint is not None:
         _load_position(resume.checkpoint, config, prepared.prompts)
-    stored = load_config(resume.run_dir / "config.yaml", skips_dry_run=True)
+    stored = load_config(resume.run_dir, skips_dry_run=True)
     layout = resume.read_layout(shards=stored.queue.shards)
     check_resume(resume, layout, config, prepared.prompts)
     return prepared, layout

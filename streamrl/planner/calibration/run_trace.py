@@ -24,6 +24,7 @@ from streamrl.errors import ConfigError, JournalError
 from streamrl.files.bounded_read import iter_jsonl
 from streamrl.planner.problem.workload import EmpiricalLengths
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
+from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 from streamrl.telemetry.spans import Span
@@ -195,7 +196,7 @@ def load_run_trace(run_dir: Path) -> RunTrace:
 
     Raises ConfigError, in one line, if the run is too short or incomplete.
     """
-    config = _load_run_config(run_dir)
+    config = load_config(check_run_dir(run_dir), skips_dry_run=True)
     if not os.path.isfile(run_dir / METRICS_FILE):
         raise ConfigError(f"{run_dir}: has no {METRICS_FILE}")
     # The trace of a long run holds its end only; no earlier row, step or admission is kept.
@@ -216,20 +217,6 @@ def load_run_trace(run_dir: Path) -> RunTrace:
     cores = int(machine_event["cores"]) if has_one_cpu_machine else 0
     placed_config = with_placement_mode(config, machine_event["placement"])
     return RunTrace(run_dir, placed_config, cores, steps, excluded, spans, groups)
-
-
-def describe_missing_run(run_dir: Path) -> str:
-    """Return why a directory is not a run directory, for an error message."""
-    if os.path.isdir(run_dir):
-        return "holds no config.yaml"
-    return "not a directory" if os.path.exists(run_dir) else "no such directory"
-
-
-def _load_run_config(run_dir: Path) -> RunConfig:
-    path = run_dir / "config.yaml"
-    if not os.path.isfile(path):
-        raise ConfigError(f"{run_dir}: no run: {describe_missing_run(run_dir)}")
-    return load_config(path, skips_dry_run=True)
 
 
 def _read_rows(path: Path, versions: Collection[int]) -> dict[int, Mapping[str, Any]]:

@@ -31,7 +31,6 @@ from streamrl.messages import Array
 from streamrl.telemetry.metric_names import STALENESS_HISTOGRAM
 from streamrl.telemetry.sinks import BASE_EVALUATION, EVENTS_FILE, METRICS_FILE
 
-CONFIG_FILE = "config.yaml"
 MAX_BINS = 400
 """Bins of steps between the first and the latest of a run; a screen has about as many columns."""
 LATEST_ROWS = 100
@@ -225,13 +224,11 @@ class RunRecord:
 
 
 class RunReader:
-    """Reader of a run directory. Construction raises ConfigError if it holds no run."""
+    """Reader of a run directory. Construction raises ConfigError if its config is unreadable."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        path = run_dir / CONFIG_FILE
-        if not path.is_file():
-            raise ConfigError(f"{run_dir}: not a run: no {CONFIG_FILE} in it")
+        path = run_dir / "config.yaml"
         with wrap_file_errors(path):
             self._config_text = read_small_text(path)
         self._metrics_tail = JsonlTail(run_dir / METRICS_FILE)
@@ -244,7 +241,7 @@ class RunReader:
 
         Raises ConfigError for a damaged file, or if the run has been deleted.
         """
-        if not (self.run_dir / CONFIG_FILE).exists():
+        if not self.run_dir.exists():
             raise ConfigError(f"{self.run_dir}: deleted since this page was opened")
         for row in self._metrics_tail.read(self._forget_rows):
             if not isinstance(row.get("step"), int):

@@ -214,7 +214,6 @@ def test_the_command_writes_a_page(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["view", "{folder}/none"], "not a run"),
         (["view", "{folder}", "--port", "70000"], "--port 70000"),
         (["report", "{folder}", "--html", "{folder}"], "not a file"),
         (["report", "{folder}", "{folder}"], "--html"),
