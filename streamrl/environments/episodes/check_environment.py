@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -213,7 +214,8 @@ class EpisodeRecord:
     """Record of an episode, filled while it runs (`EpisodeObserver`).
 
     seed: that of the environment. events: all that the episode showed, by name. num_raised: calls
-    of tools that raised. end: None without one. error: failure of the environment; "" without one.
+    of tools that raised. late_calls: tools whose calls timed out. end: None without one. error:
+    failure of the environment; "" without one.
     """
 
     prompt: Prompt
@@ -222,6 +224,7 @@ class EpisodeRecord:
     events: list[tuple[str, Any]] = field(default_factory=list)
     num_turns: int = 0
     num_raised: int = 0
+    late_calls: list[str] = field(default_factory=list)
     end: TextEnd | None = None
     error: str = ""
 
@@ -231,6 +234,8 @@ class EpisodeRecord:
     def see_turn(self, reply: Reply, step: EnvironmentStep) -> None:
         self.num_turns += 1
         self.num_raised += list(step.outcomes).count(CallOutcome.TOOL_ERROR)
+        outcomes = zip(reply.calls, step.outcomes, strict=False)  # turns of text have none
+        self.late_calls += [call.name for call, how in outcomes if how is CallOutcome.TIMED_OUT]
         seen = {
             "reply": (reply.text, list(reply.calls)),
             "observation": list(step.messages),
@@ -369,6 +374,7 @@ class EnvironmentProbe:
         )
         if self._config.isolate:
             advice = "each has a process: they share files, ports or a service; give each its own"
+        advice = describe_late_calls(seconds) or advice
         first, difference = different[0]
         return Finding(
             "fail",
@@ -391,27 +397,36 @@ def describe_class(description: EnvironmentDescription) -> Iterator[Finding]:
 
 def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
     """Report a policy's episodes: turns, scores and ends, or the first failure."""
+    late = describe_late_calls(records)
     if failed := [record for record in records if record.error]:
         first = failed[0]
         return Finding(
             "fail",
             policy,
             f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)}"
-            f" after {first.num_turns} turns: {first.error}; answer a bad reply by an observation"
-            " or a low reward: a run repeats such episodes, then drops their group",
+            f" after {first.num_turns} turns: {first.error}; a run repeats such episodes, then"
+            f" drops their group: {late or 'answer a bad reply by an observation or a low reward'}",
         )
     turns = fmean(record.num_turns for record in records)
     ends = [record.end for record in records if record.end]
     scores = [end.score for end in ends]
     reasons = ", ".join(sorted({end.reason.name.lower() for end in ends}))
     num_raised = sum(record.num_raised for record in records)
-    errors = f"; {num_raised} calls raised" if num_raised else ""
+    facts = [f"ends: {reasons}", f"{num_raised} calls raised" if num_raised else "", late]
     return Finding(
-        "ok",
+        "warn" if late else "ok",
         policy,
         f"{len(records)} episodes, {turns:.1f} turns, scores {min(scores):g} to {max(scores):g},"
-        f" ends: {reasons}{errors}",
+        f" {'; '.join(filter(None, facts))}",
     )
+
+
+def describe_late_calls(records: Sequence[EpisodeRecord]) -> str:
+    """Return the tools whose calls timed out, with how often; "" without any."""
+    late = Counter(name for record in records for name in record.late_calls)
+    names = ", ".join(f"{name} ({count})" for name, count in late.items())
+    reason = "calls past half of environment.turn_timeout_s time out; many that go on end a process"
+    return names and f"{reason}: {names}"
 
 
 def judge_scores(records: Sequence[EpisodeRecord]) -> Iterator[Finding]:

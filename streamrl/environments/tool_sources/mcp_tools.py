@@ -40,8 +40,16 @@ CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 300.0
 """Longest silence of a server on an open connection; calls have deadlines of their own."""
 CLOSE_TIMEOUT_S = 4.0
-SHOW_PID = 'echo $$ >&2; exec "$0" "$@"'
-"""Shell script that becomes its arguments; the first line of stderr is the pid of their process."""
+EXIT_CODE = "exit code "
+RUN_COMMAND = f"""
+sh -c 'echo $$ >&2; exec "$0" "$@"' "$0" "$@"
+printf "\\n{EXIT_CODE}%d" $? >&2
+kill -KILL 0
+"""
+"""Shell script that runs its arguments, then kills what they have left in its process group.
+
+stderr begins with the pid of their process and ends with its exit code: nothing else shows these.
+"""
 MAX_ERROR_BYTES = 4096
 RESTARTED = "the server has been stopped: what it kept of earlier calls is lost"
 
@@ -74,8 +82,6 @@ class McpSession:
         self._closing = asyncio.Event()
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure, self._refusal, self._is_out = "", 0, False
-        self._pidfd: int | None = None
-        self._is_killed = False
         self._calls = BackgroundTasks()
         self._owner = asyncio.create_task(self._keep_open())
 
@@ -98,7 +104,6 @@ class McpSession:
         try:
             async with Client(self._connect(), cache=None) as client:
                 self._client = client
-                self._watch_process()
                 self._opened.set_result(None)
                 await self._closing.wait()
                 self._kill_process()
@@ -107,33 +112,29 @@ class McpSession:
             self._is_out = bool(self._config.url) and self._is_outage(error)
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            self._failure = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if not (isinstance(error, MCPError) and error.code == CONNECTION_CLOSED):
+                self._failure = f"{type(error).__name__}: {error}".removesuffix(": ")
         finally:
             self._kill_process()
 
-    def _read_pid(self) -> int | None:
-        """Return the pid of a command; the file is shared with it, so that a seek would harm."""
-        line = os.pread(self._stderr.fileno(), MAX_ERROR_BYTES, 0).partition(b"\n")[0]
-        return int(line) if line else None
+    def _read_stderr(self) -> tuple[str, str, str]:
+        """Return a server's pid, its last line and its exit code; "" for what is not there.
 
-    def _watch_process(self) -> None:
-        """Kill the process group of a command once its leader ends, while its number is its own."""
-        if pid := self._read_pid():
-            with contextlib.suppress(ProcessLookupError):
-                self._pidfd = os.pidfd_open(pid)
-                asyncio.get_running_loop().add_reader(self._pidfd, self._kill_process)
+        The file is shared with it, so that a seek would harm.
+        """
+        file = self._stderr.fileno()
+        pid = os.pread(file, MAX_ERROR_BYTES, 0).decode(errors="replace").partition("\n")[0]
+        end = os.pread(file, MAX_ERROR_BYTES, max(0, os.fstat(file).st_size - MAX_ERROR_BYTES))
+        lines = [line.strip() for line in end.decode(errors="replace").split("\n") if line.strip()]
+        code = lines.pop() if lines and lines[-1].startswith(EXIT_CODE) else ""
+        return pid, lines[-1] if len(lines) > 1 else "", code
 
     def _kill_process(self) -> None:
-        """Kill the process group of a command; the package would wait 2 s for its leader only."""
-        pid = None if self._is_killed else self._read_pid()
-        self._is_killed = True
-        if pid is not None:
+        """Kill the process of a command, unless it has ended; the package would wait 2 s for it."""
+        pid, _, code = self._read_stderr()
+        if pid and not code:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        if self._pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+                os.kill(int(pid), signal.SIGKILL)
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Any]:
@@ -143,7 +144,7 @@ class McpSession:
             names = ("LANG", *config.env)
             parameters = StdioServerParameters(
                 command="sh",
-                args=["-c", SHOW_PID, *config.command],
+                args=["-c", RUN_COMMAND, *config.command],
                 env={name: os.environ[name] for name in names if name in os.environ},
                 encoding_error_handler="replace",
             )
@@ -230,15 +231,14 @@ class McpSession:
             answering.cancel()
 
     async def _make_error(self, event: str) -> EpisodeError:
-        """Build the error of a session that has ended, with the last line of the server's stderr.
+        """Build the error of a session that has ended: last line of stderr, failure or exit code.
 
-        The session is closed first: then the reason is known.
+        The session is closed first: then the reason is known. A server may write to stderr what
+        has nothing to do with its end.
         """
         await self.close()
-        file = self._stderr.fileno()
-        end = os.pread(file, MAX_ERROR_BYTES, max(0, os.fstat(file).st_size - MAX_ERROR_BYTES))
-        *lines, last = ["", *end.decode(errors="replace").strip().split("\n")]
-        reason = last.strip() if len(lines) > 1 else self._failure or "it has ended"
+        _, last, code = self._read_stderr()
+        reason = ", ".join(filter(None, (last, self._failure or code))) or "it has ended"
         kind = EpisodeOutageError if self._is_out else EpisodeError
         return kind(f"{self._config.label}: {event}: {reason}")
 

@@ -71,6 +71,14 @@ class Endless:
         time.sleep(0.1)
         return Turn("Go on.", reward=1.0)
 """
+HANGING = '''
+import time
+
+class Hanging:
+    def search(self, text: str) -> str:
+        """Search."""
+        time.sleep(600)
+'''
 
 
 async def probe(tmp_path, source, **settings):
@@ -133,6 +141,17 @@ async def test_failures_name_turn_and_line_and_a_group_whose_episodes_differ(tmp
     assert "first observation: [{'content': 'Episode 0.'" in text
     assert found["score"][1].startswith("gives 1 to nonsense: the silent policy")
     assert "together" not in found, "two alone differ"
+
+
+async def test_calls_that_time_out_are_named_and_not_taken_for_shared_state(tmp_path):
+    found = await probe(tmp_path, HANGING, turn_timeout_s=0.2, max_turns=6)
+    status, text = found["random"]
+    assert status == "warn" and re.search(
+        r"calls past half of .* time out; .*: search \(\d+\)$", text
+    )
+    status, text = found["together"]
+    assert status == "fail" and re.search(r"calls hang in it; calls past .*: search \(\d+\)$", text)
+    assert "os.environ" not in text
 
 
 async def test_an_episode_past_its_deadline_counts_in_no_finding(tmp_path):

@@ -47,7 +47,7 @@ def call(name, arguments):
 
 def answer(request):
     method, parameters = request["method"], request.get("params", {})
-    if method == "initialize":
+    if method == "initialize" and "deny" not in sys.argv:
         version = parameters["protocolVersion"]
         info = {"name": "raw", "version": "1"}
         return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
@@ -63,6 +63,8 @@ def main():
     if "fail" in sys.argv:
         sys.exit("no such index")
     print("a line that is no message", flush=True)
+    if "deny" in sys.argv:
+        print("ready", file=sys.stderr, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if "id" not in request:

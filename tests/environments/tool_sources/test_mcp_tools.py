@@ -240,16 +240,23 @@ async def test_an_error_of_the_protocol_is_a_text_and_the_death_of_a_server_an_e
     episode = await open_episode(make_source())
     refused = await episode.call("refuse", {})
     assert refused == ToolAnswer("error: no method tools/call", CallOutcome.TOOL_ERROR)
-    with pytest.raises(EpisodeError, match=r"MCP server .*raw_mcp_server.py: ended: out of luck$"):
-        await episode.call("die", {})
-    with pytest.raises(EpisodeError, match="ended: out of luck"):
-        await episode.call("count", {})
+    death = r"MCP server .*raw_mcp_server.py: ended: out of luck, exit code 3$"
+    for tool in ("die", "count"):
+        with pytest.raises(EpisodeError, match=death):
+            await episode.call(tool, {})
 
 
 async def test_a_server_that_does_not_start_or_answer_is_named():
     before = descendants()
-    with pytest.raises(EpisodeError, match=r"fail: does not start: no such index$"):
-        await make_source([*RAW_SERVER, "fail"]).list_tools(in_time())
+    for command, reason in (
+        ([*RAW_SERVER, "fail"], "no such index, exit code 1"),
+        (["sh", "-c", "exit 7"], "exit code 7"),
+        (["sh", "-c", "kill -KILL $$"], ".*Killed.*, exit code 137"),
+        (["sh", "-c", "printf sorry >&2; exit 2"], "sorry, exit code 2"),
+        ([*RAW_SERVER, "deny"], "ready, MCPError: no method initialize"),
+    ):
+        with pytest.raises(EpisodeError, match=f"MCP server .*: does not start: {reason}$"):
+            await make_source(command).list_tools(in_time())
     silent = make_source(["sleep", "600"])
     with pytest.raises(EpisodeError, match="MCP server sleep 600: not ready in time"):
         await silent.open(asyncio.get_running_loop().time() + 0.2)
