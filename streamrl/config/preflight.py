@@ -6,7 +6,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -68,8 +68,8 @@ class PreparedRun:
 
     eval_prompts: evaluation prompts by file name. component_columns: columns of the reward and cost
     components. max_length: maximum tokens of prompt plus completion. model_bytes: size of the
-    policy's weight files. notes: messages to log at the start. reward_model_bytes: size of the
-    models that compute rewards and costs, by role.
+    weight files of each role's models; 0 for rewards and costs without a model. notes: messages to
+    log at the start.
     """
 
     dataflow: Dataflow
@@ -77,9 +77,8 @@ class PreparedRun:
     eval_prompts: Mapping[str, Sequence[Prompt]]
     component_columns: tuple[str, ...]
     max_length: int
-    model_bytes: int
+    model_bytes: Mapping[str, int]
     notes: tuple[str, ...]
-    reward_model_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def prepare_run(
@@ -139,13 +138,19 @@ def prepare_run(
             name for reward_set in (rewards, *costs) for name in reward_set.component_columns
         ),
         max_length=max_length,
-        model_bytes=sum(file.stat().st_size for file in list_weight_files(Path(config.model.path))),
-        notes=(*chain.from_iterable(notes), *_collect_notes(config, train, evaluation)),
-        reward_model_bytes={
-            call.role: reward_set.model_bytes
-            for call, reward_set in zip((REWARD_CALL, COST_CALL), (rewards, *costs), strict=False)
+        model_bytes={
+            **{call.role: _measure_model(config, call) for call in config.dataflow.calls},
+            REWARD_CALL.role: rewards.model_bytes,
+            COST_CALL.role: sum(reward_set.model_bytes for reward_set in costs),
         },
+        notes=(*chain.from_iterable(notes), *_collect_notes(config, train, evaluation)),
     )
+
+
+def _measure_model(config: RunConfig, call: ModelCall) -> int:
+    """Return the bytes of the weight files from which a call's model starts."""
+    role = call.model_role if call.model_role in config.dataflow.trained_roles else POLICY
+    return sum(f.stat().st_size for f in list_weight_files(Path(config.get_model_path(role))))
 
 
 def _open_prompt_files(
@@ -290,9 +295,7 @@ def list_resource_demands(
         is_guest = role == GENERATE_CALL.role and config.placement.is_hybrid
         is_split = role == GENERATE_CALL.role and not is_guest
         devices = config.generator.tensor_parallel if is_split else 1
-        weights = prepared.model_bytes
-        if role in (REWARD_CALL.role, COST_CALL.role):
-            weights = prepared.reward_model_bytes.get(role, 0)
+        weights = prepared.model_bytes[role]
         is_scorer = role not in (*config.dataflow.trained_roles, GENERATE_CALL.role)
         calls = prepared.dataflow.calls_by_role[role]
         copies = int(not on_gpu or (config.scorer.offload and is_scorer))

@@ -7,8 +7,6 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FLOAT32_SETTINGS = ("auto", "float32")
-"""Values of generator.dtype that mean float32 on a CPU."""
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -20,7 +18,7 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 def resolve_trainer_dtype(config: TrainerConfig) -> torch.dtype:
     """Return the dtype in which a trainer computes and publishes its model."""
-    return resolve_dtype(config.dtype) if config.has_master_weights else torch.float32
+    return TORCH_DTYPES[config.resolve_dtype(on_gpu=has_run_gpus())]
 
 
 def resolve_loading_dtype(config: TrainerConfig) -> torch.dtype:
@@ -29,7 +27,5 @@ def resolve_loading_dtype(config: TrainerConfig) -> torch.dtype:
 
 
 def is_float32_on_cpu(trainer: TrainerConfig, generator: GeneratorConfig) -> bool:
-    both_float32 = (
-        generator.dtype in FLOAT32_SETTINGS and resolve_trainer_dtype(trainer) == torch.float32
-    )
-    return both_float32 and not has_run_gpus()
+    dtypes = {config.resolve_dtype(on_gpu=False) for config in (trainer, generator)}
+    return dtypes == {"float32"} and not has_run_gpus()

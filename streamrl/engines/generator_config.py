@@ -87,6 +87,15 @@ class GeneratorConfig:
             if token_id < 0:
                 raise ConfigError(f"generator.stop_token_ids: {token_id}: must be 0 or more")
 
+    def resolve_dtype(self, *, on_gpu: bool) -> str:
+        """Return the dtype of weights; auto on a GPU is taken to be bfloat16."""
+        default = "bfloat16" if on_gpu else "float32"
+        return default if self.dtype == "auto" else self.dtype
+
+    def resolve_kv_cache_mb(self, *, on_gpu: bool) -> int | None:
+        """Return the size of the KV cache; None for the rest of a GPU's memory."""
+        return self.kv_cache_mb or (None if on_gpu else KV_CACHE_MB_ON_CPU)
+
 
 def _make_hf_overrides(model_path: str, max_length: int) -> dict[str, Any]:
     """Return config.json overrides that make vLLM build the same model as transformers."""
@@ -150,11 +159,10 @@ def make_engine_args(
             "tensor_parallel_size": config.tensor_parallel,
             "distributed_executor_backend": "mp",
         }
-    kv_cache_mb = config.kv_cache_mb
+    kv_cache_mb = config.resolve_kv_cache_mb(on_gpu=not on_cpu)
     if on_cpu:
-        kv_cache_mb = kv_cache_mb or KV_CACHE_MB_ON_CPU
         arguments |= {
-            "dtype": "float32" if config.dtype == "auto" else config.dtype,
+            "dtype": config.resolve_dtype(on_gpu=False),
             "enforce_eager": True,
             # For DeepSeek's attention, which vLLM otherwise computes with AMX where the CPU has it:
             # in bfloat16 only, from a packed copy of weights. Other models ignore it.

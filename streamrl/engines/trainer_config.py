@@ -175,6 +175,11 @@ class TrainerConfig:
         """Whether the optimizer keeps float32 copies of the parameters."""
         return self.zero_stage > 0 if self.backend == "deepspeed" else self.has_sharded_params
 
+    def resolve_dtype(self, *, on_gpu: bool) -> str:
+        """Return the dtype in which the trainer computes and publishes its model."""
+        default = "bfloat16" if on_gpu and self.has_master_weights else "float32"
+        return default if self.dtype == "auto" else self.dtype
+
     @property
     def has_sharded_params(self) -> bool:
         """Whether a rank holds only a shard of the parameters: tensor parallel, ZeRO 3 or FSDP2."""

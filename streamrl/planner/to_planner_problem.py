@@ -67,9 +67,10 @@ def build_planner_problem(
         cluster,
         _build_run_options(config),
         _compute_score_tokens(config),
-        (generator.kv_cache_mb or 0) << 20,
+        (generator.resolve_kv_cache_mb(on_gpu=not cluster.is_cpu) or 0) << 20,
         RunMemory(
             {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles},
+            generator,
             scores_from_host=config.scorer.offload,
         ),
     )

@@ -40,7 +40,9 @@ def make_config(**settings: Any) -> RunConfig:
 def make_prepared(config: RunConfig) -> PreparedRun:
     """Return the prepared run of a config, without prompts."""
     nothing: Any = None
-    return PreparedRun(config.dataflow, nothing, {}, (), 8, 0, ())
+    return PreparedRun(
+        config.dataflow, nothing, {}, (), 8, dict.fromkeys(config.dataflow.calls_by_role, 0), ()
+    )
 
 
 class FakeGenerator:

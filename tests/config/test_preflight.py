@@ -1,12 +1,14 @@
 """Preflight: resource demands and limits of a run, computed before it starts."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.buffer.encoding import encode_columns
 from streamrl.config.preflight import (
@@ -101,10 +103,23 @@ def test_demanded_memory_includes_models_that_an_actor_keeps_on_the_host(
     copies: dict[str, int],
 ):
     config = load_config(write_toy(tmp_path) / "recipe.yaml", ["algorithm.kl_coef=0.1", *settings])
-    prepared = replace(run[1], dataflow=config.dataflow, model_bytes=3 << 30)
+    model_bytes = dict.fromkeys(config.dataflow.calls_by_role, 3 << 30) | {"reward": 0}
+    prepared = replace(run[1], dataflow=config.dataflow, model_bytes=model_bytes)
     demands = list_resource_demands(config, prepared, on_gpu)
     memory_gib = {d.role: d.memory_gib for d in demands if d.role in copies}
     assert memory_gib == {role: PROCESS_GIB + 3 * count for role, count in copies.items()}
+
+
+def test_demanded_memory_of_a_critic_is_that_of_its_own_model(tmp_path: Path):
+    recipe = write_toy(tmp_path) / "recipe.yaml"
+    overrides = ["algorithm.name=ppo", f"critic.path={tmp_path}/critic"]
+    shutil.copytree(tmp_path / "model", tmp_path / "critic")
+    shape = AutoConfig.from_pretrained(tmp_path / "critic", intermediate_size=64)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "critic")
+    config = load_config(recipe, overrides)
+    demands = list_resource_demands(config, prepare_run(config), on_gpu=False)
+    memory_gib = {demand.role: demand.memory_gib for demand in demands}
+    assert memory_gib["value"] == memory_gib["critic"] < memory_gib["trainer"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "shadow"])

@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 from benchmarks.memory import make_config
+from streamrl.config.preflight import check_worker_memory
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import CallKind
 from streamrl.engines.memory.memory_model import measure_training_sizes
@@ -35,6 +36,7 @@ from streamrl.planner.to_planner_problem import (
 )
 from streamrl.resharding.grids import RankGrid
 from tests.planner.notations import make_assignment, placement_from_meshes
+from tests.toy import write_toy
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}
@@ -153,7 +155,7 @@ def test_a_shape_has_the_sizes_of_its_model(
         zero_stage=3,
         lora_rank=lora_rank,
     )
-    measured = measure_training_sizes(load_skeleton(str(tmp_path)), trainer)
+    measured = measure_training_sizes(load_skeleton(str(tmp_path)), trainer, on_gpu=True)
     train = make_assignment(f"1-{tp_size}-1", zero_stage=3)
     cost = CallCost(
         add_adapter_params(load_model_shape(str(tmp_path)), lora_rank),
@@ -165,6 +167,51 @@ def test_a_shape_has_the_sizes_of_its_model(
     planned = vars(build_training_sizes(cost, trainer))
     for name, size in vars(measured).items():
         assert planned[name] == pytest.approx(size, rel=1e-3), name
+
+
+SPLIT = ("trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2")
+BFLOAT16_GENERATOR = ("generator.dtype=bfloat16",)
+GPU_CACHE = ("generator.kv_cache_mb=3",)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings"),
+    [
+        ("1xCPU", ()),
+        ("1xCPU", BFLOAT16_GENERATOR),
+        ("1xCPU", ("trainer.dtype=bfloat16", *BFLOAT16_GENERATOR)),
+        ("1xCPU", ("trainer.lora_rank=4",)),
+        ("2xCPU", ("trainer.world_size=2", "trainer.zero_stage=3", *GPU_CACHE)),
+        ("2xCPU", ("trainer.world_size=2", "generator.tensor_parallel=2")),
+        ("2xCPU", SPLIT),
+        ("2xCPU", (*SPLIT, "generator.tensor_parallel=2")),
+        ("2xCPU", (*SPLIT, *BFLOAT16_GENERATOR)),
+        ("1xH100", GPU_CACHE),
+        ("2xH100", (*SPLIT, *GPU_CACHE, "generator.dtype=float32")),
+        ("2xH100", ("model.path=moe", "trainer.world_size=2", "trainer.zero_stage=3", *GPU_CACHE)),
+    ],
+    ids=str,
+)
+def test_plan_and_preflight_count_the_same_bytes(
+    cluster: str, settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    recipe_path = write_toy(tmp_path) / "recipe.yaml"
+    monkeypatch.chdir(tmp_path)
+    QWEN3_MOE.save_pretrained("moe")
+    config = load_config(recipe_path, ["placement.mode=colocated", *settings])
+    worker = check_worker_memory(config, on_gpu="CPU" not in cluster)
+    assert worker is not None
+    problem = build_planner_problem(config, Cluster.from_text(cluster), PlannerRequest(20))
+    costs = CostModel(
+        problem, build_run_constants(config, CostConstants.from_cluster(problem.cluster))
+    )
+    planned = costs.predict_memory(build_run_placement(config, problem.models))
+    held = worker.weights + worker.optimizer + worker.gradients
+    used = max(worker.activations, worker.update_buffers)
+    served = planned["generate"].resident_bytes - worker.kv_cache
+    assert served == pytest.approx(worker.serving_weights, rel=1e-3)
+    assert planned["train"].resident_bytes == pytest.approx(held, rel=1e-3)
+    assert planned["train"].active_bytes == pytest.approx(used, rel=1e-3)
 
 
 def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run():

@@ -13,7 +13,7 @@ from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY
 from streamrl.engines.dtypes import resolve_trainer_dtype
-from streamrl.engines.memory.memory_model import has_shared_weights
+from streamrl.engines.memory.training_memory import has_shared_weights
 from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.errors import ConfigError
@@ -215,7 +215,8 @@ def _list_copied_roles(config: RunConfig) -> frozenset[str]:
 
 def _describe_hybrid_transport(config: RunConfig, *, on_gpu: bool) -> str:
     """Return a line about how weights reach the generator in the trainer's own process."""
-    if has_shared_weights(config.trainer, config.generator, on_gpu=on_gpu):
+    is_whole = config.trainer.tensor_parallel == 1
+    if is_whole and has_shared_weights(config.trainer, config.generator, on_gpu=on_gpu):
         return "weights: in place, as the trainer and the generator of a rank share them"
     return "weights: into the generator of each rank, where it does not share them"
 

@@ -1,16 +1,17 @@
 """Memory of a colocated worker, a trainer rank and its generator, from the model itself."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch.nn import Parameter
 
-from streamrl.engines.dtypes import TORCH_DTYPES, resolve_trainer_dtype
-from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
-from streamrl.engines.memory.training_memory import TrainingSizes, estimate_training_memory
-from streamrl.engines.memory.worker_memory import MIB, WorkerMemory
+from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.memory.training_memory import (
+    DTYPE_BYTES,
+    TrainingSizes,
+    estimate_rank_memory,
+)
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.models.activation_checkpointing import iter_tokenwise_mlps
 from streamrl.engines.models.forward import iter_layers, load_skeleton
 from streamrl.engines.models.lora import count_trained_params
@@ -19,13 +20,10 @@ from streamrl.engines.models.tensor_parallel import (
     list_vocabulary_layers,
     list_vocabulary_params,
 )
-from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
+from streamrl.engines.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-VLLM_VOCABULARY_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this before it splits it."""
 
 
 def estimate_worker_memory(
@@ -41,40 +39,33 @@ def estimate_worker_memory(
     `micro_batch_tokens` bounds the tokens of a micro-batch, padding included. On a GPU,
     generator.kv_cache_mb must be set.
     """
-    module = load_skeleton(model_path)
-    elements = _count_elements(module.parameters())
+    sizes = measure_training_sizes(load_skeleton(model_path), trainer, on_gpu=on_gpu)
     tokens = -(-micro_batch_tokens // trainer.sequence_parallel)
-    sizes = measure_training_sizes(module, trainer)
-    memory = estimate_training_memory(sizes, trainer, tokens=tokens, on_gpu=on_gpu)
-    served, update = 0, memory.update_buffers
-    if not has_shared_weights(trainer, generator, on_gpu=on_gpu):
-        # Ignores that norms are replicated on every rank; they are negligible.
-        served = elements // generator.tensor_parallel
-        if not on_gpu:
-            served -= _count_aliased_elements(module, trainer, generator)
-        served *= _resolve_generator_dtype(generator, on_gpu=on_gpu).itemsize
-    if trainer.has_sharded_params and _count_token_experts(module):
-        # vLLM stores experts in a layout of its own: a version is gathered whole, then loaded.
-        update = max(update, elements * sizes.itemsize)
-    kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
-    return replace(memory, serving_weights=served, update_buffers=update, kv_cache=kv_mb * MIB)
+    return estimate_rank_memory(sizes, trainer, generator, tokens=tokens, on_gpu=on_gpu)
 
 
-def measure_training_sizes(module: "PreTrainedModel", trainer: TrainerConfig) -> TrainingSizes:
+def measure_training_sizes(
+    module: "PreTrainedModel", trainer: TrainerConfig, *, on_gpu: bool
+) -> TrainingSizes:
     """Return the sizes of a model as a trainer splits it over tensor-parallel ranks."""
     config, ranks = module.config.get_text_config(), trainer.tensor_parallel
     elements = _count_elements(module.parameters())
     trained = count_trained_params(module, trainer)
     params = elements + (trained if trainer.lora_rank else 0)
-    split = [parameter for parameter, _ in iter_split_params(module, ranks)] if ranks > 1 else []
-    ids, matrices = {id(parameter) for parameter in split}, _count_elements(split)
+    split = list(iter_split_params(module, ranks)) if ranks > 1 else []
+    ids = {id(parameter) for parameter, _ in split}
+    matrices = _count_elements(parameter for parameter, _ in split)
     layers = [_count_elements(layer.parameters()) for layer in iter_layers(module)]
     words = _count_elements(list_vocabulary_params(module, ranks))
     is_split = module.get_output_embeddings() in list_vocabulary_layers(module, ranks)
     num_chunked = len(list(iter_tokenwise_mlps(module)))
     return TrainingSizes(
         params=params,
+        base_params=elements,
         trained=trained,
+        split_params=matrices,
+        strided_params=_count_elements(parameter for parameter, dim in split if dim),
+        vocabulary_params=words,
         rank_params=params - matrices + matrices // ranks,
         layer_params=max(layers, default=0) // ranks,
         root_params=params - sum(layers) - words + words // ranks,
@@ -84,50 +75,15 @@ def measure_training_sizes(module: "PreTrainedModel", trainer: TrainerConfig) ->
         # Ranks split an MLP's columns, or the experts and so the tokens that pass through them.
         mlp_width=_find_intermediate_size(module) // ranks,
         head_rows=config.vocab_size // (ranks if is_split else 1),
+        vocabulary=config.vocab_size,
         has_chunked_mlps=ranks == 1 and num_chunked >= config.num_hidden_layers,
-        itemsize=resolve_trainer_dtype(trainer).itemsize,
+        has_experts=bool(_count_token_experts(module)),
+        itemsize=DTYPE_BYTES[trainer.resolve_dtype(on_gpu=on_gpu)],
     )
-
-
-def has_shared_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:
-    same_dtype = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(
-        generator, on_gpu=on_gpu
-    )
-    is_split = trainer.has_sharded_params or generator.tensor_parallel > 1
-    return same_dtype and not (is_split or trainer.lora_rank or on_gpu)
-
-
-def _count_aliased_elements(
-    module: "PreTrainedModel", trainer: TrainerConfig, generator: GeneratorConfig
-) -> int:
-    """Count the elements that trainer and generator of a CPU rank share without a copy."""
-    size, generator_size = trainer.tensor_parallel, generator.tensor_parallel
-    is_sharded = trainer.zero_stage == PARAMETER_SHARDING_STAGE and trainer.fsdp_size > 1
-    same_dtype = resolve_trainer_dtype(trainer) is _resolve_generator_dtype(generator, on_gpu=False)
-    if size == 1 or size % generator_size or is_sharded or not same_dtype:
-        return 0
-    # If the generator's shard is larger than the trainer's, the columns of a row-parallel matrix
-    # are strided in the generator's, so these matrices cannot be aliased.
-    has_strided = size != generator_size
-    split = list(iter_split_params(module, size))
-    aliased = sum(p.numel() for p, dim in split if dim == 0 or not has_strided) // size
-    if generator_size > 1:
-        words = list_vocabulary_params(module, size)
-        has_same_rows = all(len(p) % VLLM_VOCABULARY_MULTIPLE == 0 for p in words)
-        return aliased if has_same_rows else aliased - _count_elements(words) // size
-    # Parameters that training does not split are served unsplit, too.
-    matrices = _count_elements(p for p, _ in split)
-    return aliased + _count_elements(module.parameters()) - matrices
 
 
 def _count_elements(parameters: Iterable[Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
-
-
-def _resolve_generator_dtype(generator: GeneratorConfig, *, on_gpu: bool) -> torch.dtype:
-    """Return the generator's torch dtype; auto on a GPU is taken to be bfloat16."""
-    extra_dtypes = {"auto": torch.bfloat16 if on_gpu else torch.float32, "float16": torch.float16}
-    return {**TORCH_DTYPES, **extra_dtypes}[generator.dtype]
 
 
 def _count_token_experts(module: "PreTrainedModel") -> int:

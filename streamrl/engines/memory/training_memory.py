@@ -1,4 +1,4 @@
-"""Analytic memory model of a trainer rank, from the sizes of its model.
+"""Analytic memory model of a trainer rank and a generator in its process, from model sizes.
 
 Workers and preflight make the sizes from the model itself, the planner from a `ModelShape`. The
 transient memory of gradient reduction and the optimizer step is that of DeepSpeed 0.19 and torch's
@@ -8,7 +8,8 @@ Does not import torch, which the planner does without.
 
 from dataclasses import dataclass, replace
 
-from streamrl.engines.memory.worker_memory import WorkerMemory
+from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.memory.worker_memory import MIB, WorkerMemory
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
     HEAD_CHUNK_TOKENS,
@@ -26,6 +27,9 @@ GATED_LAYER_VALUES = (11, 4)
 intermediate size: float32 copies in the norms; gate, its activation, up and their product. On a GPU
 1.5 B parameters take 10.6 hidden sizes besides the latter."""
 FLOAT32_BYTES = 4
+DTYPE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": 2, "float16": 2}
+VLLM_VOCABULARY_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this before it splits it."""
 REDUCE_ELEMENTS = 500_000_000
 """Elements that DeepSpeed's BF16_Optimizer reduces at a time; a constant of DeepSpeed."""
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
@@ -41,18 +45,27 @@ dtype, logits over temperature, and temporaries of softmax, entropy and gradient
 class TrainingSizes:
     """Sizes of a trained model that decide on the memory of a rank, in elements.
 
-    params, trained: parameters of the whole model, LoRA adapters included; those that are trained.
+    params, base_params: parameters of the whole model with and without LoRA adapters.
+    trained: those that are trained.
+    split_params: those that tensor-parallel ranks split. strided_params: those of them that are cut
+      along another axis than the first. vocabulary_params: those of them in embedding and head.
     Of a tensor-parallel rank, before ZeRO or FSDP2 shard anything further:
     rank_params: all parameters. layer_params: those of the largest layer. root_params: those
       outside of layers. largest_param: the largest one.
     mlp_width: columns of a token's MLP, of all experts that the token passes through.
     head_rows: rows of the output head.
+    vocabulary: rows of the embedding.
     has_chunked_mlps: whether the MLPs of all layers compute in chunks if layers are checkpointed.
+    has_experts: whether tokens pass through some of a layer's experts.
     itemsize: bytes of a weight.
     """
 
     params: int
+    base_params: int
     trained: int
+    split_params: int
+    strided_params: int
+    vocabulary_params: int
     rank_params: int
     layer_params: int
     root_params: int
@@ -61,16 +74,24 @@ class TrainingSizes:
     hidden: int
     mlp_width: int
     head_rows: int
+    vocabulary: int
     has_chunked_mlps: bool
+    has_experts: bool
     itemsize: int
 
 
-def estimate_training_memory(
-    sizes: TrainingSizes, trainer: TrainerConfig, *, tokens: int, on_gpu: bool
+def estimate_rank_memory(
+    sizes: TrainingSizes,
+    trainer: TrainerConfig,
+    generator: GeneratorConfig | None = None,
+    *,
+    tokens: int,
+    on_gpu: bool,
 ) -> WorkerMemory:
-    """Estimate the memory of a trainer rank that does not generate.
+    """Estimate the memory of a trainer rank, with a generator in its process if given.
 
-    tokens: of a micro-batch on the rank.
+    tokens: of a micro-batch on the rank. On a GPU, generator.kv_cache_mb must be set, or the KV
+    cache counts as empty.
     """
     itemsize = sizes.itemsize
     local, gathered = _count_local_params(sizes, trainer)
@@ -99,7 +120,7 @@ def estimate_training_memory(
         transient = replace(transient, update=update)
     activations = tokens * itemsize * _count_token_values(sizes, trainer, on_gpu=on_gpu)
     activations += _estimate_head_bytes(sizes, trainer, tokens)
-    return WorkerMemory(
+    memory = WorkerMemory(
         weights=local * itemsize,
         serving_weights=0,
         optimizer=optimizer,
@@ -108,6 +129,50 @@ def estimate_training_memory(
         update_buffers=transient.update,
         kv_cache=0,
     )
+    if generator is None:
+        return memory
+    copied = _count_copied_params(sizes, trainer, generator, on_gpu=on_gpu)
+    # vLLM stores experts in a layout of its own: a version is gathered whole, then loaded.
+    gathered = sizes.base_params * (trainer.has_sharded_params and sizes.has_experts)
+    return replace(
+        memory,
+        serving_weights=copied * DTYPE_BYTES[generator.resolve_dtype(on_gpu=on_gpu)],
+        update_buffers=max(memory.update_buffers, gathered * itemsize),
+        kv_cache=(generator.resolve_kv_cache_mb(on_gpu=on_gpu) or 0) * MIB,
+    )
+
+
+def has_shared_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:
+    """Return whether a generator reads weights of the trainer in its process in place.
+
+    Under tensor parallelism these are the weights that both split alike; else all weights.
+    """
+    is_deepspeed, is_fsdp = trainer.backend == "deepspeed", trainer.fsdp_size > 1
+    is_sharded = trainer.zero_stage == PARAMETER_SHARDING_STAGE and (is_deepspeed or is_fsdp)
+    dtypes = {config.resolve_dtype(on_gpu=on_gpu) for config in (trainer, generator)}
+    is_split_finer = bool(trainer.tensor_parallel % generator.tensor_parallel)
+    differs = is_sharded or is_split_finer or len(dtypes) > 1 or trainer.lora_rank > 0
+    return not (on_gpu or differs)
+
+
+def _count_copied_params(
+    sizes: TrainingSizes, trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool
+) -> int:
+    """Count the elements that a generator in the trainer's process holds in memory of its own."""
+    size, generator_size = trainer.tensor_parallel, generator.tensor_parallel
+    # Ignores that norms are replicated on every rank; they are negligible.
+    served = sizes.base_params // generator_size
+    if not has_shared_weights(trainer, generator, on_gpu=on_gpu):
+        return served
+    # If the generator's shard is larger than the trainer's, the columns of a row-parallel matrix
+    # are strided in the generator's, so these matrices cannot be aliased.
+    strided = sizes.strided_params if size != generator_size else 0
+    aliased = (sizes.split_params - strided) // size
+    if generator_size == 1:
+        # Parameters that training does not split are served unsplit, too.
+        return served - aliased - (sizes.params - sizes.split_params)
+    has_padding = bool(sizes.vocabulary % VLLM_VOCABULARY_MULTIPLE)
+    return served - aliased + sizes.vocabulary_params // size * has_padding
 
 
 def _count_local_params(sizes: TrainingSizes, trainer: TrainerConfig) -> tuple[int, int]:

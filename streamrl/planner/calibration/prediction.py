@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, POLICY
-from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.placements import Placement
@@ -136,17 +135,14 @@ class PlannedRun:
         return self.problem.cluster.is_cpu
 
     def _set_kv_tokens(self, generator: GeneratorTiming) -> GeneratorTiming:
-        kv_cache_mb = self.config.generator.kv_cache_mb
-        if kv_cache_mb is None and self.is_on_cpu:
-            kv_cache_mb = KV_CACHE_MB_ON_CPU
-        if kv_cache_mb is None:
+        if not self.problem.kv_cache_bytes:
             return generator
         shape = self.problem.models[POLICY]
         itemsize = self.default_constants.kv_bytes
         token_bytes = (
             shape.count_kv_bytes_per_token(itemsize) / self.config.generator.tensor_parallel
         )
-        return replace(generator, kv_tokens=(kv_cache_mb << 20) / token_bytes)
+        return replace(generator, kv_tokens=self.problem.kv_cache_bytes / token_bytes)
 
 
 def count_generators(config: RunConfig) -> int:

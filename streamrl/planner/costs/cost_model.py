@@ -6,7 +6,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
+from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind, ModelCall
+from streamrl.engines.memory.training_memory import DTYPE_BYTES
+from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
@@ -33,11 +35,12 @@ from streamrl.planner.costs.memory import (
     compute_serving_weight_bytes,
     compute_usable_bytes,
     estimate_state_offload_s,
+    estimate_trainer_memory,
     estimate_weight_load_s,
     score_active_bytes,
     train_memory,
 )
-from streamrl.planner.costs.traffic import SHARDS_PARAMETERS, WeightTraffic
+from streamrl.planner.costs.traffic import WeightTraffic
 from streamrl.planner.problem.problem import CallMemory, PlacementProblem
 from streamrl.planner.problem.stage_timings import (
     ScoreTiming,
@@ -72,6 +75,11 @@ class CostModel:
             role: replace(self.constants, score_tokens=tokens)
             for role, tokens in problem.score_tokens.items()
         }
+        run = problem.run_memory
+        if run is not None and run.generator.dtype != "auto":
+            itemsize = DTYPE_BYTES[run.generator.dtype]
+            changed = replace(self.constants, served_bytes=itemsize, kv_bytes=itemsize)
+            self._role_constants[GENERATE_CALL.role] = changed
         self._traffic = WeightTraffic(problem.cluster, self.constants)
         self._call_by_stage = {call.stage: call for call in problem.dataflow.ordered_calls}
         self._generate_stage = problem.dataflow.select_calls(CallKind.GENERATE)[0].stage
@@ -86,6 +94,7 @@ class CostModel:
         self._generation_model = cache(self._make_generation_model)
         self._call_duration = cache(self._compute_call_duration)
         self._call_footprint = cache(self._compute_footprint)
+        self._worker_memory = cache(self._estimate_worker)
         self._find_misfit = cache(self._compute_misfit)
 
     def predict_timings(self, placement: Placement) -> StageTimings:
@@ -305,13 +314,7 @@ class CostModel:
             footprints[stage] = self._call_footprint(
                 stage, assignment, trainer, offload_idle=offload_idle
             )
-        trained = self._find_source_stage(self._call_by_stage[self._generate_stage])
-        if trained in footprints and self._generate_stage in footprints:
-            footprints[trained] = _add_gathered_experts(
-                footprints[trained],
-                self._call_cost(trained, placement.assignments[trained]),
-                placement.assignments[self._generate_stage],
-            )
+        self._join_worker(footprints, placement)
         return DeviceMemory(
             placement,
             footprints,
@@ -319,6 +322,30 @@ class CostModel:
             self.constants,
             keeps_kv=self.problem.run_memory is not None,
         )
+
+    def _join_worker(self, footprints: dict[str, CallFootprint], placement: Placement) -> None:
+        """Count a trainer and a generator on the same devices of a run as they share a process."""
+        generate, run = self._generate_stage, self.problem.run_memory
+        trained = self._find_source_stage(self._call_by_stage[generate])
+        if run is None or not {trained, generate} <= footprints.keys():
+            return
+        trainer, generator = placement.assignments[trained], placement.assignments[generate]
+        if trainer.mesh == generator.mesh:
+            worker = self._worker_memory(trained, trainer, generator)
+            memory = footprints[trained].memory
+            memory = replace(memory, active_bytes=max(memory.active_bytes, worker.update_buffers))
+            served = CallMemory(worker.serving_weights, 0.0)
+            footprints[trained] = replace(footprints[trained], memory=memory)
+            footprints[generate] = replace(footprints[generate], memory=served)
+
+    def _estimate_worker(
+        self, stage: str, assignment: CallAssignment, served: CallAssignment
+    ) -> WorkerMemory:
+        """Return the memory of a trainer rank that also generates; stage: the trainer's."""
+        cost, run = self._call_cost(stage, assignment), self.problem.run_memory
+        assert run is not None and cost.trainer is not None
+        generator = replace(run.generator, tensor_parallel=served.grid.tp_size)
+        return estimate_trainer_memory(cost, cost.trainer, generator)
 
     def _compute_footprint(
         self,
@@ -342,13 +369,11 @@ class CostModel:
             memory = train_memory(cost, offload_idle=offload_idle)
             return CallFootprint(call.kind, memory, f"{weights} trained")
         memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
-        if trainer is not None and not _has_served_copy(cost, trainer):
-            # The weights alias the trainer's memory where layouts coincide; the rest stays in runs,
-            # and is filled with each version in other systems.
+        if trainer is not None and cost.run_memory is None:
+            # The weights alias the trainer's memory where layouts coincide; the rest is filled with
+            # each version. Scorers of a run hold a copy; for its generators see `_join_worker`.
             transfer = self._traffic.estimate_transfer(shape, trainer, assignment)
-            filled_bytes = float(transfer.extra_bytes)
-            is_resident = cost.run_memory is not None
-            memory = CallMemory(filled_bytes, 0.0) if is_resident else CallMemory(0.0, filled_bytes)
+            memory = CallMemory(0.0, float(transfer.extra_bytes))
         if call.kind is CallKind.SCORE:
             if cost.scores_from_host:
                 memory = CallMemory(compute_layer_weight_bytes(cost), 0.0)
@@ -383,30 +408,3 @@ def make_trainer_sizes(trainer: TrainerConfig, assignment: CallAssignment) -> di
         "zero_stage": assignment.zero_stage,
         "backend": "torch" if tp_size > 1 else trainer.backend,
     }
-
-
-def _has_served_copy(cost: CallCost, trainer: CallAssignment) -> bool:
-    """Return whether a run copies weights that follow a trainer on the same devices.
-
-    On GPUs always; on CPUs where `engines/memory/memory_model.py` counts no part as shared.
-    """
-    is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS and trainer.grid.dp_size > 1
-    is_split_finer = bool(trainer.grid.tp_size % cost.assignment.grid.tp_size)
-    return cost.run_memory is not None and (cost.on_gpu or is_sharded or is_split_finer)
-
-
-def _add_gathered_experts(
-    trained: CallFootprint, cost: CallCost, generator: CallAssignment
-) -> CallFootprint:
-    """Count a mixture of experts that a trainer gathers whole for generators on its devices.
-
-    It does so for each version, after its update: vLLM stores experts in a layout of its own.
-    """
-    trainer, constants = cost.assignment, cost.constants
-    is_sharded = trainer.zero_stage >= SHARDS_PARAMETERS or trainer.grid.tp_size > 1
-    is_gathered = cost.shape.experts and is_sharded and cost.run_memory is not None
-    if not is_gathered or generator.mesh != trainer.mesh:
-        return trained
-    whole = constants.served_bytes * cost.shape.num_params
-    memory = replace(trained.memory, active_bytes=max(trained.memory.active_bytes, whole))
-    return replace(trained, memory=memory)

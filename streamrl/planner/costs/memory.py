@@ -9,20 +9,23 @@ during training; other systems release it then.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from streamrl.dataflow import CallKind
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.memory.training_memory import (
-    FLOAT32_BYTES,
+    DTYPE_BYTES,
     TrainingSizes,
-    estimate_training_memory,
+    estimate_rank_memory,
 )
-from streamrl.engines.models.model_shapes import BF16_BYTES
+from streamrl.engines.memory.worker_memory import WorkerMemory
+from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.trainer_config import HEAD_CHUNK_TOKENS, TrainerConfig
 from streamrl.placement.clusters import GB, Cluster, DeviceSpec
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
-from streamrl.planner.costs.call_cost import CallCost
+from streamrl.planner.costs.call_cost import CallCost, build_model_spec, is_expert_tensor
 from streamrl.planner.costs.call_timings import (
     SHARDS_GRADIENTS,
     SHARDS_OPTIMIZER,
@@ -56,12 +59,7 @@ class TrainStateBytes:
     def from_call_cost(cls, cost: CallCost) -> "TrainStateBytes":
         """Return the bytes of a call; of streamrl's trainers by the memory model of a run."""
         if cost.trainer is not None:
-            held = estimate_training_memory(
-                build_training_sizes(cost, cost.trainer),
-                cost.trainer,
-                tokens=math.ceil(find_max_train_tokens(cost)),
-                on_gpu=cost.on_gpu,
-            )
+            held = estimate_trainer_memory(cost, cost.trainer)
             used = max(held.activations, held.update_buffers)
             return cls(held.weights, held.gradients, held.optimizer, used)
         constants, stage = cost.constants, cost.assignment.zero_stage
@@ -96,16 +94,40 @@ class TrainStateBytes:
         return self.total_bytes - gradients - self.offloaded_bytes(constants)
 
 
+def estimate_trainer_memory(
+    cost: CallCost, trainer: TrainerConfig, generator: GeneratorConfig | None = None
+) -> WorkerMemory:
+    """Return the memory of a rank of streamrl's trainers by the memory model of a run.
+
+    generator: settings of a generator in its process, if any.
+    """
+    sizes, tokens = build_training_sizes(cost, trainer), math.ceil(find_max_train_tokens(cost))
+    return estimate_rank_memory(sizes, trainer, generator, tokens=tokens, on_gpu=cost.on_gpu)
+
+
+@cache
+def _count_split_params(shape: ModelShape) -> tuple[int, int]:
+    """Return `split_params` and `strided_params` of `TrainingSizes`; ranks hold whole experts."""
+    split = [item for item in build_model_spec(shape, 1).tensors if item.split_dim is not None]
+    strided = [item for item in split if item.split_dim and not is_expert_tensor(item, shape)]
+    strided = [item for item in strided if item.split_dim == len(item.shape) - 1]
+    return sum(item.numel for item in split), sum(item.numel for item in strided)
+
+
 def build_training_sizes(cost: CallCost, trainer: TrainerConfig) -> TrainingSizes:
     """Return the sizes of a model that streamrl's `trainer` splits over tensor-parallel ranks."""
     shape, ranks, adapters = cost.shape, cost.tp_size, cost.shape.adapter_params
     outside = shape.embedding_params // ranks
     # The gate and up matrices of all experts of a layer are one parameter.
     widest = max(shape.intermediate * max(1, 2 * shape.experts), shape.dense_intermediate)
-    is_float32 = trainer.dtype == "float32" or not trainer.has_master_weights
+    split, strided = _count_split_params(shape) if ranks > 1 else (0, 0)
     return TrainingSizes(
         params=shape.num_params + adapters,
+        base_params=shape.num_params,
         trained=adapters or shape.num_params,
+        split_params=split,
+        strided_params=strided,
+        vocabulary_params=shape.embedding_params,
         rank_params=cost.device_params + adapters,
         layer_params=(cost.device_params - outside) // shape.layers,
         root_params=outside + adapters,
@@ -114,8 +136,10 @@ def build_training_sizes(cost: CallCost, trainer: TrainerConfig) -> TrainingSize
         hidden=shape.hidden,
         mlp_width=shape.token_mlp_width // ranks,
         head_rows=1 if shape.has_scalar_head else shape.vocab // ranks,
+        vocabulary=shape.vocab,
         has_chunked_mlps=ranks == 1 and not shape.experts,
-        itemsize=FLOAT32_BYTES if is_float32 or not cost.on_gpu else BF16_BYTES,
+        has_experts=bool(shape.experts),
+        itemsize=DTYPE_BYTES[trainer.resolve_dtype(on_gpu=cost.on_gpu)],
     )
 
 

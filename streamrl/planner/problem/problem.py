@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from streamrl.dataflow import CallKind, Dataflow
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
@@ -47,11 +48,13 @@ class RunMemory:
     """Settings of a run of streamrl that decide on its memory.
 
     trainers: settings of each trained role, by role; a placement sets their sizes.
+    generator: settings of the generator; a placement sets its size.
     scores_from_host: weights of models that score stay in host memory (scorer.offload), and pass to
       the device in every forward pass.
     """
 
     trainers: Mapping[str, TrainerConfig]
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     scores_from_host: bool = False
 
 

@@ -217,8 +217,8 @@ def test_activations_of_a_gated_mlp_are_as_measured_on_a_gpu(tmp_path: Path):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_optimizer_in_host_memory_takes_memory_of_a_gpu_only_in_updates(path: str, stage: int):
-    plain = TrainerConfig(zero_stage=stage)
-    offloaded = replace(plain, offload_optimizer=True, dtype="float32")
+    plain = TrainerConfig(zero_stage=stage, dtype="float32")
+    offloaded = replace(plain, offload_optimizer=True)
     held, freed = (estimate_memory(path, t, on_gpu=True) for t in (plain, offloaded))
     assert freed.optimizer == 0 < held.optimizer and freed.weights == held.weights
     if stage == 3:
@@ -233,8 +233,9 @@ def test_an_optimizer_in_host_memory_takes_memory_of_a_gpu_only_in_updates(path:
 def test_a_sharded_mixture_of_experts_is_whole_while_a_version_loads(tmp_path: Path):
     config = Qwen3MoeConfig(hidden_size=64, num_hidden_layers=2, num_experts=64, vocab_size=64)
     config.save_pretrained(tmp_path)
+    plain = TrainerConfig(world_size=64, dtype="float32")
     whole, sharded = (
-        estimate_memory(str(tmp_path), TrainerConfig(zero_stage=stage, world_size=64), on_gpu=True)
+        estimate_memory(str(tmp_path), replace(plain, zero_stage=stage), on_gpu=True)
         for stage in (0, 3)
     )
     assert sharded.weights < whole.weights // 32
