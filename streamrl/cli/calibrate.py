@@ -214,7 +214,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run `streamrl calibrate`. Raises ConfigError if the run has too few measurements."""
     if arguments.output is not None:
-        check_output_file("-o", arguments.output)
+        check_output_file("-o", arguments.output, inputs=[arguments.run_dir])
     with show_progress(f"reading {arguments.run_dir}") as progress:
         cluster = read_run_cluster(arguments)
         trace = load_run_trace(arguments.run_dir)

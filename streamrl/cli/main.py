@@ -63,9 +63,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     for name, purpose in COMMANDS.items():
         sub = commands.add_parser(name, help=purpose, description=purpose)
         if name == command:
-            module = importlib.import_module(f"streamrl.cli.{name.replace('-', '_')}")
+            module = importlib.import_module(f"streamrl.cli.{name}")
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+            sub.set_defaults(run=module.run, parser=sub)
     return parser
 
 
@@ -124,7 +124,7 @@ def _parse_arguments(
         words += late
         rest = rest[len(late) :]
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parsed.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed
 
 

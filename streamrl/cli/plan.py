@@ -241,7 +241,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.output is not None and arguments.output.suffix != ".yaml":
         raise ConfigError(f"-o {arguments.output}: must end in .yaml")
     if arguments.output is not None:
-        check_output_file("-o", arguments.output)
+        inputs = [arguments.config, arguments.constants or arguments.config]
+        check_output_file("-o", arguments.output, inputs=inputs)
 
 
 def parse_bounds(text: str) -> Sequence[int]:

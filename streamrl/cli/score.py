@@ -117,7 +117,7 @@ def _load_score_config(
         raise ConfigError("score: give --reward (see `streamrl config --rewards`) or --config")
     entries = ", ".join(_make_reward_entry(reward) for reward in rewards)
     named = [f"rewards=[{entries}]"] if rewards else []
-    return load_sections(recipe, [*named, *overrides], command="score")
+    return load_sections(recipe, [*named, *overrides])
 
 
 def _make_reward_entry(reward: str) -> str:

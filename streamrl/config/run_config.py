@@ -1,10 +1,12 @@
 """RunConfig: all config sections of a run, read from YAML and key=value overrides."""
 
+import contextlib
 import copy
 import dataclasses
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -432,18 +434,17 @@ def load_config(
     )
 
 
-def load_sections(
-    path: Path | None, overrides: Sequence[str] = (), *, command: str = ""
-) -> ConfigSections:
+def load_sections(path: Path | None, overrides: Sequence[str] = ()) -> ConfigSections:
     """Read the sections of a YAML file or run directory, which may leave out what a run needs.
 
-    path: None: the defaults. command: named in errors without a path. Raises a one-line ConfigError
-    as `load_config` does, without the checks across sections.
+    path: None: the defaults. Raises a one-line ConfigError as `load_config` does, without the
+    checks across sections.
     """
     settings = OmegaConf.create({}) if path is None else _read_config_file(path)
     for override in overrides:
         _apply_override(settings, override)
-    sections = _build_sections(ConfigSections, settings, source=str(path or command))
+    with _name_source(str(path), overrides):
+        sections = _build_sections(ConfigSections, settings)
     _make_paths_absolute(sections)
     return sections
 
@@ -453,14 +454,14 @@ def build_config(
 ) -> RunConfig:
     """Build a checked RunConfig from settings in YAML's structure and key=value overrides.
 
-    source: file or command that gave the settings, for errors. skips_dry_run: skip the algorithm's
-    dry run.
+    source: file that gave the settings, for errors. skips_dry_run: skip the algorithm's dry run.
     """
     for override in overrides:
         _apply_override(settings, override)
-    config = parse_settings(settings, source=source)
-    if not skips_dry_run:
-        check_algorithm(config)
+    with _name_source(source, overrides):
+        config = parse_settings(settings)
+        if not skips_dry_run:
+            check_algorithm(config)
     _make_paths_absolute(config)
     return config
 
@@ -474,28 +475,38 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     changed = OmegaConf.create(config_to_dict(config))
     for key, value in settings.items():
         OmegaConf.update(changed, key, value, merge=False, force_add=True)
-    return parse_settings(changed, source="config")
+    return parse_settings(changed)
 
 
-def parse_settings(settings: DictConfig, *, source: str) -> RunConfig:
+@contextlib.contextmanager
+def _name_source(source: str, overrides: Sequence[str]) -> Iterator[None]:
+    """Start ConfigErrors of the block with the source, unless an override gave the key at fault."""
+    try:
+        yield
+    except ConfigError as error:
+        keys = "|".join(re.escape(override.partition("=")[0]) for override in overrides)
+        is_overridden = re.match(rf"(?:{keys})(?!\w)", str(error)) if keys else None
+        raise error if is_overridden else ConfigError(f"{source}: {error}") from None
+
+
+def parse_settings(settings: DictConfig) -> RunConfig:
     """Convert settings in YAML's structure to a RunConfig; check keys, types and values.
 
-    source: file or command that gave the settings, for errors. Raises a one-line ConfigError.
+    Raises a one-line ConfigError.
     """
-    return _build_sections(RunConfig, settings, source=source)
+    return _build_sections(RunConfig, settings)
 
 
-def _build_sections(kind: type[ConfigT], settings: DictConfig, *, source: str) -> ConfigT:
-    """Return the sections with checked keys, types and values. source: for errors."""
+def _build_sections(kind: type[ConfigT], settings: DictConfig) -> ConfigT:
+    """Return the sections with checked keys, types and values."""
     raw = _fold_kind_options(OmegaConf.to_container(settings))
     try:
         raw = drop_removed_settings(raw)
         prepared = prepare_settings(raw, kind, "", _suggest_key)
     except ConfigError as error:
         # Users write options beside `kind`.
-        text = str(error).replace("].options.", "].", 1)
-        raise ConfigError(f"{source}: {text}") from None
-    config = merge_settings(kind, prepared, location=f"{source}: ")
+        raise ConfigError(str(error).replace("].options.", "].", 1)) from None
+    config = merge_settings(kind, prepared, location="")
     assert isinstance(config, kind)
     # Interpolations have values only now.
     prepare_settings(config_to_dict(config), kind)

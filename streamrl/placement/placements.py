@@ -75,7 +75,7 @@ class Placement:
                 )
         if not 0 <= self.max_staleness <= MAX_STALENESS:
             raise ConfigError(
-                f"placement.max_staleness={self.max_staleness}: must be from 0 to {MAX_STALENESS}"
+                f"pipeline.max_staleness={self.max_staleness}: must be from 0 to {MAX_STALENESS}"
             )
 
     def overlaps(self, stage: str, other: str) -> bool:

@@ -302,6 +302,7 @@ def empty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["scale", "{run}", "--generators", "0"], "--generators 0: must be 1 or more"),
         (["scale", "{run}", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),
+        (["config", "--json"], "unrecognized arguments: --json (see streamrl config --help)"),
         ([], "COMMAND"),
         # An empty word never means the working directory.
         (["plan", GRPO, "--cluster", ""], "--cluster: must not be empty"),

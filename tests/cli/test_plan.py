@@ -305,6 +305,16 @@ def test_an_unwritable_output_file_is_refused_before_reading(
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder.yaml"]
 
 
+@pytest.mark.parametrize("option", ["CONFIG", "--constants"])
+def test_an_output_file_that_is_an_input_is_refused(option: str, tmp_path: Path, refuse: Refuse):
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "link.yaml").symlink_to("config.yaml")
+    words = [tmp_path] if option == "CONFIG" else [GRPO, option, tmp_path / "config.yaml"]
+    for path in (tmp_path / "config.yaml", tmp_path / "link.yaml"):
+        error = refuse("plan", *words, "--cluster", "8xH100", "-o", path)
+        assert f"-o {path}: is an input of this command; name another file" in error
+
+
 def test_a_plan_on_unlike_devices_cannot_be_written_as_config(tmp_path: Path, refuse: Refuse):
     words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
     words += ["--max-staleness", "0"]

@@ -261,7 +261,7 @@ def test_a_reward_file_imports_neighbors_and_its_prints_go_to_stderr(reward_file
         (["--reward", "{kind: exact"], "'rewards=[{kind: exact]': the value is not YAML"),
         (["--reward", "{kind: regex}"], "rewards[0].pattern: missing"),
         (["--reward", "exact", "--reward", "exact"], "rewards.name=exact: given 2 times"),
-        (["--reward", "exact", "scorer.timeout=1"], "score: scorer.timeout=1: unknown;"),
+        (["--reward", "exact", "scorer.timeout=1"], "scorer.timeout=1: unknown;"),
         (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': write an override"),
     ],
 )

@@ -36,6 +36,26 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("text", "override", "error"),
+    [
+        ("run: {steps: 1.5}", "run.name=a", "{recipe}: run.steps=1.5: must"),
+        ("run: {steps: 3}", "run.steps=1.5", "run.steps=1.5: must"),
+        ("trainer: {lr: -1}", "run.name=a", "{recipe}: trainer.lr=-1"),
+        ("trainer: {lr: 1}", "trainer={lr: -1}", "trainer.lr=-1"),
+        ("trainer: {lr_warm: 1}", "trainer.lr=1", "{recipe}: trainer.lr_warm=1: unknown"),
+        ("model: {}", "run.name=a", "{recipe}: model.path: missing"),
+    ],
+)
+def test_an_error_names_the_file_unless_an_override_gave_the_value(
+    recipe: Path, text: str, override: str, error: str
+):
+    recipe.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_config(recipe, [override])
+    assert str(raised.value).startswith(error.format(recipe=recipe))
+
+
+@pytest.mark.parametrize(
     ("overrides", "capacity"),
     [
         ([], 2 * 8),  # max_staleness is 1
@@ -312,7 +332,7 @@ STABLE = "{lr_schedule: warmup_stable_decay, lr_schedule_options: {decay_type: l
         ),
         ("queue.hedge_s=3", "hedge_s=3: no longer a setting; use pipeline.on_stall=redeliver;"),
         ("run.debug=true", "run.debug=true: no longer a setting; false holds now;"),
-        ("data.prompt_key=question", "recipe.*: data.prompt_key=question: .*; set prompt_"),
+        ("data.prompt_key=question", "data.prompt_key=question: .*; set prompt_"),
         (
             "trainer={lr_schedule: polynomial}",
             "schedule=polynomial: must be one of constant, li",
@@ -355,7 +375,7 @@ def test_critic_settings_are_not_checked_without_a_critic(recipe: Path):
     with pytest.raises(ConfigError) as error:
         load_config(recipe, ppo)
     assert str(error.value) == (
-        "critic.trainer.lr_min=0.0001: must be below lr=1e-05; it inherits unset keys from trainer"
+        f"{recipe}: critic.trainer.lr_min=0.0001: must be below lr=1e-05; it inherits unset keys from trainer"
     )
     load_config(recipe, [*ppo, "critic.trainer.lr_min=1e-6"])
     load_config(recipe, [*ppo, "critic.trainer.lr=1e-3"])

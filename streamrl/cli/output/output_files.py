@@ -3,20 +3,25 @@
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import get_partial_path, write_atomic
 from streamrl.files.bounded_read import wrap_file_errors
+from streamrl.run_dir.run_config_file import CONFIG_FILE
 
 
-def check_output_file(option: str, path: Path) -> Path:
+def check_output_file(option: str, path: Path, *, inputs: Iterable[Path] = ()) -> Path:
     """Return the path to write for a command-line option, with symlinks resolved.
 
-    Writing replaces the target of a symlink. Raises ConfigError, naming the option, if the path is
-    unwritable or names a folder or a device.
+    Writing replaces the target of a symlink. inputs: files or run directories that the command
+    reads. Raises ConfigError, naming the option, if the path is unwritable, names a folder or a
+    device, or is one of the inputs.
     """
     target = Path(os.path.realpath(path))
+    if any(target in (p.resolve(), p.resolve() / CONFIG_FILE) for p in inputs):
+        raise ConfigError(f"{option} {path}: is an input of this command; name another file")
     if os.path.exists(target) and not target.is_file():
         raise ConfigError(f"{option} {path}: not a file")
     try:

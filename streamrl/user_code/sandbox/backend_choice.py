@@ -179,11 +179,12 @@ def probe(port, canary, paths, entries, names, disk_bytes, processes):
 def check_language_tools(languages: Mapping[str, LanguageSpec]) -> None:
     """Raise ConfigError if a language's compiler or interpreter is not on the PATH of jails."""
     for name, language in languages.items():
-        for command in (language.compile, language.run):
+        for key, command in (("compile", language.compile), ("run", language.run)):
             tool = command[0] if command else ""
             if tool and "{dir}" not in tool and not shutil.which(tool, path=ENVIRONMENT["PATH"]):
                 raise ConfigError(
-                    f"sandbox.languages: {name} needs {tool}, which is not in {ENVIRONMENT['PATH']}"
+                    f"rewards.language={name}: {key}: {tool}: not found in {ENVIRONMENT['PATH']};"
+                    " install it there"
                 )
 
 

@@ -360,7 +360,9 @@ async def test_allow_unsafe_still_uses_available_isolation():
 
 async def test_a_language_with_a_missing_tool_is_refused_by_name():
     languages = {"cobol": LanguageSpec("x.cob", run=["{dir}/x"], compile=["cobc", "{dir}/x.cob"])}
-    with pytest.raises(ConfigError, match="cobol needs cobc"):
+    with pytest.raises(
+        ConfigError, match=r"^rewards.language=cobol: compile: cobc: not found in /"
+    ):
         await Sandbox.start(QUICK, jails=1, languages=languages)
 
 
