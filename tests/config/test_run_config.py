@@ -375,7 +375,8 @@ def test_critic_settings_are_not_checked_without_a_critic(recipe: Path):
     with pytest.raises(ConfigError) as error:
         load_config(recipe, ppo)
     assert str(error.value) == (
-        f"{recipe}: critic.trainer.lr_min=0.0001: must be below lr=1e-05; it inherits unset keys from trainer"
+        f"{recipe}: critic.trainer.lr_min=0.0001: must be below lr=1e-05;"
+        " it inherits unset keys from trainer"
     )
     load_config(recipe, [*ppo, "critic.trainer.lr_min=1e-6"])
     load_config(recipe, [*ppo, "critic.trainer.lr=1e-3"])
