@@ -1,20 +1,29 @@
-"""Pools of processes that run other people's code; processes that misbehave are killed, replaced.
+"""Pools of processes for other people's code that many callers share, and of the sandbox's jails.
 
     claim ---> process ---> release        a claim is a call, an episode, or a program in a jail
 
-Life cycle, the same for reward functions, environments and jails:
+Life cycle, the same for reward functions, environments, and jails of programs that are scored:
 
 Start: `replicas` processes that take claims are kept ready. Starts that fail again and again fail
 the claims that wait.
 
 Deadline: that of a call begins with the call, not with the wait for a process. A call of an async
-handler is cancelled at its deadline. Any other process is killed, with all that it has started.
+handler is cancelled at its deadline. Any other process is killed, with all that it has started. The
+deadlines of a jail are the sandbox's (`Jail.request_report`): a program has several.
+
+Memory: the pool measures a process and all that it has started, and kills it above the limit; the
+sandbox measures its jails itself, more often and only while a program runs.
 
 Spares: a process takes no further claims while a call in it takes far longer than the median (the
 process continues at the lowest priority), or was given up and does not return. A spare stands in.
 
 Blame: if a process that runs several calls ends, the faulty call is unknown. `WorkerPool.call`
 repeats each of them on an exclusive process, and a call fails only if that one ends, too.
+
+Outside of a pool run the jails of the tool `python` and the servers of MCP tools: an episode in a
+host process starts them when it needs them, waits for their end when it closes, and shares them
+with none. The memory of the host counts theirs, and the end of the host is theirs.
+docs/architecture.md, "Other people's code", lists what runs in no process of its own.
 """
 
 import asyncio

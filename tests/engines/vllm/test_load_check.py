@@ -4,12 +4,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from streamrl.engines.vllm.load_check import LoadCheck, LoadWarningHandler
-from streamrl.errors import LogprobCheckError
+from streamrl.errors import LogprobCheckError, WeightsError
+from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.versions import LogprobCheck
+from tests.weights.local_transport import LocalWriter
 
 MERGED = {"qkv": ["q", "k", "v"]}
 TIED = "head.weight"
@@ -102,6 +106,55 @@ def test_fingerprints_detect_missing_parameters_in_any_layout(dtype: torch.dtype
     small = {n: t * (1 + 1e-5 * torch.sign(first[n])) for n, t in second.items()}
     model.take({**small, "layers.0.experts.0.w1.weight": second["layers.0.experts.0.w1.weight"]})
     assert bool(list_differing_names(model, check, small)) == (dtype == torch.float32)
+
+
+CHECKSUM, FINGERPRINT, LOGPROBS = "checksum", "fingerprint", "logprobs"
+
+
+def pack(tensors: Mapping[str, Tensor]):
+    return publish_version(tensors.items(), version=1, bucket_bytes=1000, writer=LocalWriter())
+
+
+def compute_logprobs(tensors: Mapping[str, Tensor]) -> np.ndarray:
+    """Return the logprob of each token of a sequence after its predecessor."""
+    ids = torch.arange(64) % 7
+    hidden = torch.tanh(tensors["embed"][ids] @ tensors["up"].t())
+    return (hidden @ tensors["down"].t()).log_softmax(-1)[torch.arange(64), ids.roll(-1)].numpy()
+
+
+@pytest.mark.parametrize("fault", [CHECKSUM, FINGERPRINT, LOGPROBS])
+def test_each_verification_finds_a_fault_that_the_others_pass(fault: str):
+    """docs/weights.md, "Three verifications"."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed": (7, 16), "up": (32, 16), "down": (7, 32)}
+    old = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    published = {name: tensor * (1 + 1e-5) for name, tensor in old.items()}
+    received = {name: tensor.clone() for name, tensor in published.items()}
+    if fault == CHECKSUM:  # the lowest bit of a value flips on the way
+        received["up"].view(torch.int32)[3, 3] ^= 1
+    loaded = dict(received)
+    if fault == FINGERPRINT:  # the engine leaves a tensor out; a step changes little
+        loaded["up"] = old["up"]
+    if fault == LOGPROBS:  # the engine orders the rows of a tensor by another rule
+        loaded["up"] = received["up"].flip(0)
+
+    found = set()
+    try:
+        unpack_tensors(pack(published), pack(received).handles)
+    except WeightsError:
+        found.add(CHECKSUM)
+    model = nn.ParameterDict(old)
+    check = LoadCheck(model, old, {})
+    model.update(loaded)
+    prints = {name: check.make_fingerprints(tensor) for name, tensor in received.items()}
+    if check.compare_loaded(prints).differing_names:
+        found.add(FINGERPRINT)
+    logprob_check = LogprobCheck([np.zeros(64)], [compute_logprobs(published)], limit=3e-4)
+    try:
+        logprob_check.compare_logprobs([compute_logprobs(loaded)], "generator-0")
+    except LogprobCheckError:
+        found.add(LOGPROBS)
+    assert found == {fault}
 
 
 def test_parameters_without_a_counterpart_are_named():
