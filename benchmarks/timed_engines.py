@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from streamrl.actors.engine_factory import HostedScorer, RealEngineFactory
+from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
@@ -29,7 +29,7 @@ from streamrl.messages import (
     rollouts_to_columns,
 )
 from streamrl.stream.protocols import FinishedCallback, SampleFunction
-from streamrl.stream.stage_worker import StageResult
+from streamrl.stream.stage_worker import HostedScorer, StageResult
 from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:

@@ -155,6 +155,24 @@ def test_parts_of_a_room_do_not_import_each_other_in_a_circle():
                 reject([f"{room.relative_to(ROOT)}: {' <- '.join(error.args[1])}"])
 
 
+OPEN_CIRCLE = {"streamrl.config.cross_checks", "streamrl.config.run_config"}
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    imports = {}
+    for source in load_sources():
+        module = ".".join(source.path.relative_to(ROOT).with_suffix("").parts)
+        module = module.removesuffix(".__init__")
+        # Late imports and those for types count, too.
+        imports[module] = {imported for imported, _ in source.imports} - {module}
+        if module in OPEN_CIRCLE:
+            imports[module] -= OPEN_CIRCLE
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        reject([" <- ".join(error.args[1])])
+
+
 def test_only_actors_and_own_loops_import_ray():
     reject(
         source.say(line, f"imports {module}")

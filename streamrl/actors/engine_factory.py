@@ -3,12 +3,9 @@
 Engines are imported inside methods: every actor unpickles the factory, few need torch or vLLM.
 """
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_tokenizer
@@ -16,79 +13,19 @@ from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, REWARD_ROLE
 from streamrl.distributed.devices import check_device
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.engines.vllm.rank_groups import make_rank_group
-from streamrl.messages import Array, Columns, Experience
 from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import RewardScorer, score_costs
 from streamrl.rewards.reward_set import COSTS
-from streamrl.stream.stage_worker import ComputeFunction, StageResult
+from streamrl.stream.stage_worker import ComputeFunction, HostedScorer
 from streamrl.telemetry.rollout_log import RecordedGroup
-from streamrl.weights import WeightLoadStats
-from streamrl.weights.versions import FollowerProtocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from streamrl.engines.generation.generation_engine import GenerationEngine
     from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.vllm.peer_rank import PeerRank
     from streamrl.engines.vllm.requests import EngineSpec
-
-
-async def _await_nothing() -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class HostedScorer:
-    """Compute functions of a scorer actor by stage name, with their life cycle.
-
-    A compute function returns an error in place of a group that it cannot score.
-
-    follower: loads new weights; None if no stage uses a model that is trained.
-    drain_recorded, drain_counts: return recorded groups and metric counts since the last call.
-    start, close: start and stop the models and processes that the stages need.
-    """
-
-    stages: Mapping[str, ComputeFunction]
-    follower: FollowerProtocol | None = None
-    drain_recorded: Callable[[], Sequence[RecordedGroup]] = tuple
-    drain_counts: Callable[[], Mapping[str, float]] = dict
-    start: Callable[[], Awaitable[Any]] = _await_nothing
-    close: Callable[[], Awaitable[None]] = _await_nothing
-
-
-class FollowerScorer:
-    """Stage that scores with a copy of a trained model, with its newest loaded version."""
-
-    def __init__(
-        self, compute: Callable[[Columns], Columns], load: Callable[[Mapping[str, "Tensor"]], None]
-    ) -> None:
-        """Wrap a model.
-
-        compute: computes the columns of a group with the model.
-        load: loads the tensors of another version into the model.
-        """
-        self._compute_columns = compute
-        self._load_tensors = load
-        self._lock = asyncio.Lock()
-
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        async with self._lock:
-            return [
-                await asyncio.to_thread(self._compute_columns, experience.columns)
-                for experience in experiences
-            ]
-
-    async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> WeightLoadStats:
-        async with self._lock:
-            started = time.perf_counter()
-            await asyncio.to_thread(self._load_tensors, tensors)
-            return WeightLoadStats(pause_s=time.perf_counter() - started)
-
-    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
-        """Return None: a scorer does not sample, so the logprob check does not apply."""
 
 
 class RealEngineFactory:

@@ -1,9 +1,12 @@
 """Engines with a model, made from the config of a run; imports torch."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from streamrl.actors.engine_factory import FollowerScorer, HostedScorer
+from torch import Tensor
+
 from streamrl.config.cross_checks import count_trained_steps
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_tokenizer
@@ -15,6 +18,41 @@ from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.tasks import CriticTask, PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.files.hf_config import read_model_length
+from streamrl.messages import Array, Columns, Experience
+from streamrl.stream.stage_worker import HostedScorer, StageResult
+from streamrl.weights import WeightLoadStats
+
+
+class FollowerScorer:
+    """Stage that scores with a copy of a trained model, with its newest loaded version."""
+
+    def __init__(
+        self, compute: Callable[[Columns], Columns], load: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        """Wrap a model.
+
+        compute: computes the columns of a group with the model.
+        load: loads the tensors of another version into the model.
+        """
+        self._compute_columns = compute
+        self._load_tensors = load
+        self._lock = asyncio.Lock()
+
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
+        async with self._lock:
+            return [
+                await asyncio.to_thread(self._compute_columns, experience.columns)
+                for experience in experiences
+            ]
+
+    async def load_weights(self, tensors: Mapping[str, Tensor], version: int) -> WeightLoadStats:
+        async with self._lock:
+            started = time.perf_counter()
+            await asyncio.to_thread(self._load_tensors, tensors)
+            return WeightLoadStats(pause_s=time.perf_counter() - started)
+
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
+        """Return None: a scorer does not sample, so the logprob check does not apply."""
 
 
 def make_model_trainer(config: RunConfig, max_length: int, rank: int, role: str) -> ModelTrainer:

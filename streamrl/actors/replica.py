@@ -9,7 +9,6 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
-from streamrl.actors.engine_factory import HostedScorer
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor
@@ -20,7 +19,7 @@ from streamrl.pipeline import ScoringLimits, follow_weights, score_groups
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import StageContext
-from streamrl.stream.stage_worker import StageResult
+from streamrl.stream.stage_worker import HostedScorer, StageResult
 from streamrl.user_code.service_gate import Outage, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import FetchedWeights, FollowerProtocol, FollowerState

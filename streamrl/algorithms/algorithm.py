@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.errors import AlgorithmError
 from streamrl.files.python_module import format_failure
@@ -24,8 +25,6 @@ from streamrl.messages import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from streamrl.algorithms.config import CorrectionConfig
 
 SCOPES = ("group", "step")
 ALL_COMPONENTS = COMPONENT_PREFIX + "*"
@@ -65,7 +64,7 @@ class AlgorithmSettings:
     overlong_factor: float
     mask_truncated: bool
     mask_timeouts: bool
-    correction: "CorrectionConfig"
+    correction: CorrectionConfig
     epochs: int
     mini_batches: int
     scope: str

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, TokenLossInput
-from streamrl.algorithms.config import NO_CORRECTION
+from streamrl.algorithms.correction import NO_CORRECTION
 from streamrl.algorithms.math.advantages import (
     make_token_rewards,
     masked_whiten,

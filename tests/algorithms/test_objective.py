@@ -13,7 +13,8 @@ from streamrl.algorithms import (
     AlgorithmConfig,
     summarize_policy,
 )
-from streamrl.algorithms.config import LOSS_AGGREGATIONS, CorrectionConfig
+from streamrl.algorithms.config import LOSS_AGGREGATIONS
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.algorithms.objective import derive_group_columns, policy_loss, shared_value_loss
 from streamrl.messages import FinishReason
 from tests.algorithms.steps import derive_columns, make_settings, make_step, train

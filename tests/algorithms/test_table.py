@@ -11,7 +11,7 @@ from streamrl.algorithms import (
     list_derivation_columns,
     list_required_columns,
 )
-from streamrl.algorithms.config import CorrectionConfig
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.algorithms.table import group_relative, variant
 from streamrl.config.algorithm_dry_run import dry_run_algorithm
 from streamrl.config.run_config import load_config

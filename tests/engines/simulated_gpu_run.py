@@ -30,7 +30,7 @@ from scripts.gpu_check import (
     write_tiny,
 )
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.config import CorrectionConfig
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.distributed import process_group
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions, TokenScores

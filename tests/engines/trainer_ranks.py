@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.config import CorrectionConfig
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.buffer.micro_batch_schedule import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream

@@ -17,7 +17,8 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.config import KL_KINDS, CorrectionConfig
+from streamrl.algorithms.config import KL_KINDS
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.algorithms.math import advantages, tokens
 from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from tests.parity.case import PAIRS_UP, RAGGED, Batch, ParityCase

@@ -12,7 +12,7 @@ import pytest
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.config import CorrectionConfig
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import ScheduledRound
 from streamrl.dataflow import POLICY
 from streamrl.engines.trainer_config import TrainerConfig

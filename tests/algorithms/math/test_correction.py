@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from streamrl.algorithms.config import WEIGHT_LEVELS
+from streamrl.algorithms.correction import WEIGHT_LEVELS
 from streamrl.algorithms.math.correction import importance_weights, interpolated_proximal
 
 NAN = math.nan

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.config import REJECTION_KINDS, REJECTION_LEVELS
+from streamrl.algorithms.correction import REJECTION_KINDS, REJECTION_LEVELS
 from streamrl.algorithms.math.correction import (
     off_policy_sequence_mask,
     rejection_mask,

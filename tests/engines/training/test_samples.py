@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.config import LOSS_AGGREGATIONS, CorrectionConfig
+from streamrl.algorithms.config import LOSS_AGGREGATIONS
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import MicroBatchPacker
 from streamrl.engines.models.forward import TokenScores
 from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive_columns
