@@ -9,7 +9,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from streamrl.cli.main import main
-from streamrl.config.run_config import build_config
+from streamrl.config.run_config import RunConfig, build_config
+from streamrl.files.typed_settings import list_fixed_settings
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.telemetry.metric_names import METRICS
@@ -40,6 +41,13 @@ def test_a_page_has_the_tables_that_the_command_prints(
     """Regenerate a page's tables with `streamrl config [--rewards|--algorithms] --markdown`."""
     assert main(["config", *options, "--markdown"]) == 0
     assert capsys.readouterr().out in read_page(page)
+
+
+def test_the_queue_page_lists_the_settings_that_a_resumed_run_must_keep():
+    text = re.search(r"These must stay: (.*?); coefficients", read_page("queue"), re.DOTALL)
+    assert text is not None
+    listed = set(re.findall(r"`(\w+(?:\.\w+)+)`", text[1])) - {"critic.trainer"}
+    assert listed == set(list_fixed_settings(RunConfig))
 
 
 def test_the_rewards_page_has_the_table_of_verdicts():

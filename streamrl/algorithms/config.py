@@ -13,11 +13,12 @@ from streamrl.algorithms.table import ALGORITHMS, DEFAULT_SETTINGS
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import import_file
 from streamrl.files.typed_settings import (
+    FIXED_ON_RESUME,
     Conflict,
     above,
     at_least,
     check_conflicts,
-    check_rules,
+    check_settings,
     one_of,
     suggest_nearest,
 )
@@ -54,7 +55,7 @@ class AlgorithmConfig:
     #: Python file with your own rows, which take precedence.
     path: str = ""
     #: Rollouts per prompt.
-    group_size: Annotated[int, at_least(1)] = 8
+    group_size: Annotated[int, at_least(1), FIXED_ON_RESUME] = 8
     #: Distance below 1 at which the probability ratio is clipped.
     clip_low: Annotated[float | None, above(0)] = None
     #: Distance above 1 at which the probability ratio is clipped.
@@ -94,9 +95,9 @@ class AlgorithmConfig:
     #: Exclude truncated rollouts from the loss; their scores count in baselines, filter and means.
     mask_truncated: bool = False
     #: Passes over the rollouts of a training step.
-    epochs: Annotated[int, at_least(1)] = 1
+    epochs: Annotated[int, at_least(1), FIXED_ON_RESUME] = 1
     #: Optimizer updates per epoch, each with an equal share of the step's groups.
-    mini_batches: Annotated[int, at_least(1)] = 1
+    mini_batches: Annotated[int, at_least(1), FIXED_ON_RESUME] = 1
     #: The row's own numbers by name.
     params: dict[str, Any] = field(default_factory=dict)
     #: Off-policy correction.
@@ -112,7 +113,7 @@ class AlgorithmConfig:
         resolved = copy.copy(self)
         vars(resolved).update({key: self._resolve_setting(key) for key in DEFAULT_SETTINGS})
         resolved.params = {**self.spec.params, **self.params}
-        check_rules(resolved, "algorithm.")
+        check_settings(resolved, "algorithm")
         check_conflicts(resolved, resolved._iter_conflicts(), "algorithm.")
 
     def _iter_conflicts(self) -> Iterator[Conflict]:

@@ -8,7 +8,6 @@ from streamrl.files.typed_settings import (
     above,
     at_least,
     check_conflicts,
-    check_rules,
     one_of,
 )
 
@@ -61,7 +60,6 @@ class CorrectionConfig:
         return self.reject != NO_CORRECTION or self.second_moment_threshold is not None
 
     def __post_init__(self) -> None:
-        check_rules(self, "algorithm.correction.")
         has_reject, low, high = self.reject != NO_CORRECTION, self.reject_low, self.reject_high
         is_open = low is None and high is None
         unused = "has no effect with reject=none. Remove it, or set reject."

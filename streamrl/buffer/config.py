@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from streamrl.buffer.journal import JournalConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import at_least, check_rules, one_of
+from streamrl.files.typed_settings import at_least, one_of
 
 
 @dataclass
@@ -36,9 +36,6 @@ class QueueConfig:
     max_attempts: Annotated[int, at_least(1)] = 3
     on_failed_group: Annotated[str, one_of("replace", "readmit")] = "replace"
     journal: JournalConfig = field(default_factory=JournalConfig)
-
-    def __post_init__(self) -> None:
-        check_rules(self, "queue.")
 
 
 @dataclass(frozen=True)

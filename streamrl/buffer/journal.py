@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Annotated, Any, BinaryIO, ClassVar
 
 import msgspec
 import xxhash
@@ -42,6 +42,7 @@ from streamrl.buffer.encoding import (
 from streamrl.errors import JournalError, NoSpaceError
 from streamrl.files.atomic_write import NO_SPACE, fsync_path, open_new_file, wrap_os_errors
 from streamrl.files.bounded_read import open_regular_file, parse_json
+from streamrl.files.typed_settings import FIXED_ON_RESUME
 
 MAGIC = b"\x93srlj\n"
 FORMAT_VERSION = 1
@@ -302,7 +303,7 @@ class JournalConfig:
         power cut.
     """
 
-    enabled: bool = True
+    enabled: Annotated[bool, FIXED_ON_RESUME] = True
     fsync: bool = True
     max_mb: ClassVar[int] = 4096
     """Growth of the journals since the last checkpoint that triggers an early checkpoint, MB."""

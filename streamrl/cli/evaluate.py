@@ -26,6 +26,7 @@ from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import make_trusted_env, read_model_length, read_vocab_size
+from streamrl.files.typed_settings import check_settings
 from streamrl.messages import Columns, Prompt, rollouts_to_columns
 from streamrl.rewards.interface.completion import decode_rollouts
 from streamrl.rewards.interface.config import RewardConfig
@@ -120,6 +121,7 @@ def _evaluate(
     if arguments.max_new_tokens is not None:
         config.generator = replace(config.generator, max_new_tokens=arguments.max_new_tokens)
     config.evaluation = choose_sampling(arguments, config.evaluation)
+    check_settings(config)
     named = parse_named_files(arguments, arguments.data, config.data)
     # The command line cannot name files, and base names may collide (test.parquet in two folders).
     files = {file.path: file for file in named}

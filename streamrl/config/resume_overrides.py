@@ -10,22 +10,14 @@ from streamrl.engines.trainer_config import REFERENCE_FILE
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import ConfigError
 from streamrl.files.file_proofs import compute_digest
-from streamrl.files.typed_settings import Conflict, check_conflicts, get_setting
-from streamrl.run_dir.checkpoint import Checkpoint
-
-FIXED_TRAINER_SETTINGS = ("lora_rank", "lora_alpha")
-"""Trainer settings that determine the parameters in a checkpoint."""
-
-FIXED_SETTINGS = (
-    "pipeline.groups_per_step",
-    "critic.shared_coef",
-    "critic.warmup_alone",
-    "algorithm.group_size",
-    "algorithm.epochs",
-    "algorithm.mini_batches",
-    "queue.journal.enabled",
+from streamrl.files.typed_settings import (
+    Conflict,
+    check_conflicts,
+    format_value,
+    get_setting,
+    list_fixed_settings,
 )
-"""Settings that determine the columns and steps in a checkpoint, a queue and a run log."""
+from streamrl.run_dir.checkpoint import Checkpoint
 
 _LAYOUT_SETTINGS = (
     *("backend", "world_size", "tensor_parallel", "sequence_parallel", "zero_stage", "threads"),
@@ -51,12 +43,10 @@ def check_overrides(stored: RunConfig, config: RunConfig, checkpoint: Checkpoint
     stored: config saved with the run. config: the same with overrides. checkpoint: None if the run
     was killed before its first.
     """
-    for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
-        if role in stored.dataflow.trained_roles and role in config.dataflow.trained_roles:
-            old, new = (vars(c.get_trainer_config(role)) for c in (stored, config))
-            rows = _iter_changes(FIXED_TRAINER_SETTINGS, old, new)
-            check_conflicts(new, rows, f"{section}.")
-    check_conflicts(config, _iter_changes(FIXED_SETTINGS, stored, config))
+    check_conflicts(config, _iter_changes(stored, config))
+    if all(CRITIC in c.dataflow.trained_roles for c in (stored, config)):
+        old, new = (c.get_trainer_config(CRITIC) for c in (stored, config))
+        check_conflicts(new, _iter_changes(old, new), "critic.trainer.")
     check_conflicts(config, _iter_lost_state(stored, config))
     _check_environments(stored.environment, config.environment)
     if checkpoint is not None:
@@ -80,11 +70,12 @@ def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
             raise ConfigError(f"--resume {checkpoint.path}: {location}/ is missing or empty")
 
 
-def _iter_changes(keys: Sequence[str], old: Any, new: Any) -> Iterator[Conflict]:
-    """Yield the rule that a resumed run keeps these settings."""
-    for key in keys:
+def _iter_changes(old: Any, new: Any) -> Iterator[Conflict]:
+    """Yield the rule that a resumed run keeps the settings marked so."""
+    for key in list_fixed_settings(type(new)):
         before = get_setting(old, key)
-        yield get_setting(new, key) != before, key, f"a resumed run must keep {before}"
+        rule = f"a resumed run must keep {format_value(before)}"
+        yield get_setting(new, key) != before, key, rule
 
 
 def _iter_lost_state(stored: RunConfig, config: RunConfig) -> Iterator[Conflict]:

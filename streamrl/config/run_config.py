@@ -40,7 +40,6 @@ from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import (
     at_least,
-    check_rules,
     describe_read_error,
     format_yaml,
     get_fields,
@@ -54,7 +53,6 @@ from streamrl.rewards.interface.config import (
     RewardConfig,
     SandboxConfig,
     ScorerConfig,
-    fold_options,
 )
 from streamrl.rewards.registry import check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
@@ -257,7 +255,6 @@ class RunSettings:
     silent_s: Annotated[float, at_least(1)] = 120.0
 
     def __post_init__(self) -> None:
-        check_rules(self, "run.")
         is_plain = self.name not in ("", ".", "..") and "/" not in self.name
         if not is_plain or not self.name.isprintable() or len(self.name.encode()) > MAX_NAME_BYTES:
             raise ConfigError(
@@ -279,9 +276,6 @@ class ModelConfig:
     path: str = ""
     max_length: Annotated[int | None, at_least(2)] = None
     trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        check_rules(self, "model.")
 
 
 ConfigT = TypeVar("ConfigT", bound="ConfigSections")
@@ -499,30 +493,10 @@ def parse_settings(settings: DictConfig) -> RunConfig:
 
 def _build_sections(kind: type[ConfigT], settings: DictConfig) -> ConfigT:
     """Return the sections with checked keys, types and values."""
-    raw = _fold_kind_options(OmegaConf.to_container(settings))
-    try:
-        raw = drop_removed_settings(raw)
-        prepared = prepare_settings(raw, kind, "", _suggest_key)
-    except ConfigError as error:
-        # Users write options beside `kind`.
-        raise ConfigError(str(error).replace("].options.", "].", 1)) from None
-    config = merge_settings(kind, prepared, location="")
+    raw = drop_removed_settings(OmegaConf.to_container(settings))
+    config = merge_settings(kind, prepare_settings(raw, kind, "", _suggest_key), location="")
     assert isinstance(config, kind)
-    # Interpolations have values only now.
-    prepare_settings(config_to_dict(config), kind)
     return config
-
-
-def _fold_kind_options(raw: Any) -> Any:
-    """Move options that depend on the kind of a reward or cost under the key `options`.
-
-    Users write such options beside `kind`.
-    """
-    fields, folded = set(get_fields(RewardConfig)), dict(raw)
-    for key in ("rewards", "costs"):
-        if isinstance(entries := folded.get(key), list):
-            folded[key] = [fold_options(e, fields) if isinstance(e, dict) else e for e in entries]
-    return folded
 
 
 def _make_critic_trainer(trainer: TrainerConfig, changes: Mapping[str, Any]) -> TrainerConfig:

@@ -11,7 +11,6 @@ from streamrl.files.python_module import split_reference
 from streamrl.files.typed_settings import (
     above,
     at_least,
-    check_rules,
     one_of,
     read_settings,
 )
@@ -48,7 +47,6 @@ class FileSettings:
     def __post_init__(self) -> None:
         if not self.path:
             raise ConfigError("path: missing; it names a file of prompts")
-        check_rules(self)
         if "/" in self.name or not self.name.isprintable():
             raise ConfigError(f"name={self.name!r}: must be printable, without a slash")
         if self.filter:
@@ -95,7 +93,6 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_rules(self, "data.")
         train, named = self.train_files, dict[str, DataFile]()
         unweighted = [file for file in train if file.weight is None]
         if 0 < len(unweighted) < len(train):

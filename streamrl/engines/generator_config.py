@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import compute_max_positions, is_trusted, read_model_config
-from streamrl.files.typed_settings import above, at_least, check_rules, one_of
+from streamrl.files.typed_settings import above, at_least, one_of
 from streamrl.weights.versions import NUM_SEQUENCES
 
 GENERATOR_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -62,7 +62,7 @@ class GeneratorConfig:
     #: string is the last of the completion.
     stop: list[str] = field(default_factory=list)
     #: Stop token ids, besides the model's end-of-sequence token.
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop_token_ids: list[Annotated[int, at_least(0)]] = field(default_factory=list)
     #: Rollouts that a replica samples concurrently; the rest wait in the replica's queue. A replica
     #: takes another group while it runs fewer.
     max_concurrent_rollouts: Annotated[int, at_least(1)] = 256
@@ -80,12 +80,8 @@ class GeneratorConfig:
     start_timeout_s: Annotated[float, above(0)] = 600.0
 
     def __post_init__(self) -> None:
-        check_rules(self, "generator.")
         if "" in self.stop:
             raise ConfigError("generator.stop: an empty text would end every completion at once")
-        for token_id in self.stop_token_ids:
-            if token_id < 0:
-                raise ConfigError(f"generator.stop_token_ids: {token_id}: must be 0 or more")
 
     def resolve_dtype(self, *, on_gpu: bool) -> str:
         """Return the dtype of weights; auto on a GPU is taken to be bfloat16."""

@@ -6,11 +6,12 @@ from math import cos, pi
 from typing import Annotated, Any, ClassVar
 
 from streamrl.files.typed_settings import (
+    FIXED_ON_RESUME,
     Conflict,
     above,
     at_least,
+    below,
     check_conflicts,
-    check_rules,
     one_of,
 )
 
@@ -77,9 +78,9 @@ class TrainerConfig:
     #: logit soft-capping: flex attention on GPUs, eager on CPUs. eager pads rows.
     attention: Annotated[str, one_of(*ATTENTION_SETTINGS)] = "auto"
     #: Rank of the LoRA adapters of all linear layers but the output head; 0 trains the full model.
-    lora_rank: Annotated[int, at_least(0)] = 0
+    lora_rank: Annotated[int, at_least(0), FIXED_ON_RESUME] = 0
     #: LoRA scaling: adapters are scaled by lora_alpha / lora_rank.
-    lora_alpha: Annotated[float, above(0)] = 16.0
+    lora_alpha: Annotated[float, above(0), FIXED_ON_RESUME] = 16.0
     #: CPU threads of a rank.
     threads: Annotated[int, at_least(1)] = 1
     #: Recompute activations in the backward pass: less memory, more time. offload also keeps the
@@ -93,7 +94,6 @@ class TrainerConfig:
     collective_timeout_s: Annotated[float, above(0)] = 300.0
 
     def __post_init__(self) -> None:
-        check_rules(self, f"{self.section}.")
         check_conflicts(
             self, (*self._list_memory_conflicts(), *self._list_conflicts()), f"{self.section}."
         )
@@ -106,12 +106,11 @@ class TrainerConfig:
             "needs master weights, which backend deepspeed keeps from zero_stage 1 on, and backend"
             " torch with tensor_parallel above 1 or zero_stage 3 on several ranks",
         )
-        yield (
-            self.offload_optimizer and (self.backend != "deepspeed" or not self.zero_stage),
-            "offload_optimizer",
-            f"needs backend=deepspeed, not {self.backend}, and a zero_stage above"
-            f" 0, not {self.zero_stage}",
-        )
+        for key, is_missing in (
+            ("backend=deepspeed", self.backend != "deepspeed"),
+            ("a zero_stage above 0", not self.zero_stage),
+        ):
+            yield self.offload_optimizer and is_missing, "offload_optimizer", f"needs {key}"
         sums_in_bfloat16 = self.zero_stage == GRADIENT_SHARDING_STAGE and self.dtype != "float32"
         yield (
             self.offload_optimizer and sums_in_bfloat16,
@@ -232,14 +231,13 @@ class CriticConfig:
     value_clip: Annotated[float | None, above(0)] = 0.5
     #: Weight of the value loss in the policy's loss if policy and critic share a model (AC-share);
     #: null for a separate critic.
-    shared_coef: Annotated[float | None, at_least(0)] = None
+    shared_coef: Annotated[float | None, at_least(0), FIXED_ON_RESUME] = None
     #: Critic warm-up: initial steps that train only the critic.
-    warmup_alone: Annotated[int, at_least(0)] = 0
+    warmup_alone: Annotated[int, at_least(0), FIXED_ON_RESUME] = 0
     #: Processes that compute values; each follows the critic's versions.
     replicas: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
-        check_rules(self, "critic.")
         default = CriticConfig() if self.shared_coef is not None else self
         needs = (
             f"needs a separate critic; with critic.shared_coef={self.shared_coef} it is a head of"
@@ -253,7 +251,6 @@ class CriticConfig:
 
 REFERENCE_FILE = "reference.safetensors"
 """File of an EMA reference in a trainer checkpoint."""
-MAX_DECAY = 1 - 1e-9
 
 
 @dataclass
@@ -263,12 +260,11 @@ class ReferenceConfig:
     #: Update the reference every this many training steps; 0 never does.
     every: Annotated[int, at_least(0)] = 0
     #: Weight of the old reference in an update; 0 copies the policy.
-    decay: Annotated[float, at_least(0, MAX_DECAY)] = 0.0
+    decay: Annotated[float, at_least(0), below(1)] = 0.0
     #: Processes that compute reference logprobs, each with a full copy of the model.
     replicas: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
-        check_rules(self, "reference.")
         reason = "has no effect while reference.every=0; set reference.every"
         check_conflicts(self, [(self.decay and not self.every, "decay", reason)], "reference.")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import above, at_least, check_rules
+from streamrl.files.typed_settings import above, at_least
 
 CLASS_KIND, OPENENV_KIND = "class", "openenv"
 """Kinds of environments: a class in a file of the user; a server of OpenEnv."""
@@ -127,7 +127,6 @@ class EnvironmentConfig(EnvironmentSpec):
     """
 
     def __post_init__(self) -> None:
-        check_rules(self, f"{SECTION}.")
         if self.call_pattern and self.call_format != "regex":
             raise ConfigError(
                 f"environment.call_pattern: needs environment.call_format=regex, not"

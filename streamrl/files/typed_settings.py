@@ -51,19 +51,25 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
 def merge_settings(base: Any, raw: Any, *, location: str) -> Any:
     """Return the settings object `base`, or one of that class, with the prepared values `raw`.
 
-    location: start of messages. Raises ConfigError, the dataclass's own unchanged.
+    location: start of messages. Raises ConfigError, the dataclass's own unchanged: it checks rules
+    between settings, after those on each.
     """
     # Worker processes of users' code import this module for its errors only.
     import omegaconf
 
     try:
         merged = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.structured(base), raw)
-        return omegaconf.OmegaConf.to_object(merged)
+        # Interpolations have values only now.
+        values = omegaconf.OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        prepare_settings(values, omegaconf.OmegaConf.get_type(merged))
+    except ConfigError as error:
+        raise ConfigError(f"{location}{error}") from None
     except omegaconf.errors.MissingMandatoryValue as error:
         raise ConfigError(f"{location}{error.full_key}: missing") from None
     except omegaconf.errors.OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{location}{error.full_key or 'config'}: {reason}") from None
+    return omegaconf.OmegaConf.to_object(merged)
 
 
 KeyHint = Callable[[str, Any], str]
@@ -75,11 +81,16 @@ def suggest_sibling(key: str, kind: Any) -> str:
 
 
 def prepare_settings(raw: Any, hint: Any, key: str = "", suggest: KeyHint = suggest_sibling) -> Any:
-    """Check the keys and types of values as read, and return them converted to their types.
+    """Check the keys, types and declared rules of values; return them converted to their types.
 
     YAML reads `key=` and `key:` as null, which becomes "" for a text. hint: type of the values.
     key: their key, for errors. Raises ConfigError. An interpolation passes.
     """
+    if get_origin(hint) is Annotated:
+        hint, *marks = get_args(hint)
+        value = prepare_settings(raw, hint, key, suggest)
+        _check_rules(key, value, marks)
+        return value
     if hint is Any:
         hint = CONTAINER_TYPES.get(type(raw), Any)
     if dataclasses.is_dataclass(hint):
@@ -87,13 +98,13 @@ def prepare_settings(raw: Any, hint: Any, key: str = "", suggest: KeyHint = sugg
     if get_origin(hint) is list:
         if not isinstance(raw, list):
             raise ConfigError(
-                f"{key}={raw!r:.200}: must be a list, as in {_format_as_list(key, raw)}"
+                f"{key}={quote_value(raw)}: must be a list, as in {_format_as_list(key, raw)}"
             )
         kind = get_args(hint)[0]
         return [prepare_settings(raw[i], kind, f"{key}[{i}]", suggest) for i in range(len(raw))]
     if get_origin(hint) is dict:
         if not isinstance(raw, dict):
-            raise ConfigError(f"{key}={raw!r:.200}: must be a mapping of names to settings")
+            raise ConfigError(f"{key}={quote_value(raw)}: must be a mapping of names to settings")
         names, kind = get_args(hint)
         if odd := [name for name in raw if names is str and not isinstance(name, str)]:
             raise ConfigError(f"{key}.{odd[0]}: the name must be text; quote it")
@@ -107,15 +118,24 @@ def prepare_settings(raw: Any, hint: Any, key: str = "", suggest: KeyHint = sugg
 
 
 def _prepare_section(raw: Any, kind: Any, key: str, suggest: KeyHint) -> dict[str, Any]:
-    """Prepare the values of the settings dataclass `kind`."""
+    """Prepare the values of the settings dataclass `kind`.
+
+    Keys that it lacks go into the mapping that it marks INLINE, if it has one.
+    """
     if not isinstance(raw, dict):
-        raise ConfigError(f"{key}={raw!r:.200}: must be a mapping of settings")
-    types, prepared = get_fields(kind), {}
+        raise ConfigError(f"{key}={quote_value(raw)}: must be a mapping of settings")
+    types, prepared, others = get_fields(kind, with_marks=True), {}, {}
+    inline = next((name for name, hint in types.items() if has_mark(hint, INLINE)), None)
     for name, value in raw.items():
         inner = f"{key}.{name}".removeprefix(".")
-        if name not in types:
-            raise ConfigError(f"{inner}={value!r}: unknown; {suggest(inner, kind)}")
-        prepared[name] = prepare_settings(value, types[name], inner, suggest)
+        if name in types:
+            prepared[name] = prepare_settings(value, types[name], inner, suggest)
+        elif inline:
+            others[name] = prepare_settings(value, Any, inner, suggest)
+        else:
+            raise ConfigError(f"{inner}={quote_value(value)}: unknown; {suggest(inner, kind)}")
+    if others:
+        prepared[inline] = {**prepared.get(inline, {}), **others}
     return prepared
 
 
@@ -131,7 +151,7 @@ def _convert_scalar(key: str, value: Any, kinds: Sequence[Any]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key}={value}: must be a finite number")
     if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{key}={value!r}: must not contain a zero byte")
+        raise ConfigError(f"{key}={quote_value(value)}: must not contain a zero byte")
     return value
 
 
@@ -147,29 +167,36 @@ def _convert_type(key: str, value: Any, kinds: Sequence[Any], types: Sequence[An
     }
     if isinstance(value, bool) and str in kinds:
         words = "on, yes and true" if value else "off, no and false"
-        raise ConfigError(f"{key}={value}: must be text; YAML reads unquoted {words} as a boolean")
+        raise ConfigError(
+            f"{key}={format_value(value)}: must be text; YAML reads unquoted {words} as a boolean"
+        )
     if len(types) == 1:
         with contextlib.suppress(omegaconf.errors.OmegaConfBaseException, OverflowError):
             return nodes[types[0]](value, is_optional=False)._value()
     rule = " or ".join(TYPE_RULES[kind] for kind in kinds)
-    raise ConfigError(f"{key}={value!r:.200}: must be {rule}")
+    raise ConfigError(f"{key}={quote_value(value)}: must be {rule}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
     """Rule on a number, declared in its field's type: `steps: Annotated[int, at_least(1)]`."""
 
-    least: float
-    most: float
-    is_open: bool = False
+    least: float = -math.inf
+    most: float = math.inf
+    excludes_least: bool = False
+    excludes_most: bool = False
 
     def __str__(self) -> str:
-        rule = f"must be {'above' if self.is_open else 'at least'} {self.least:g}"
-        return f"{rule} and at most {self.most:g}" if self.most < math.inf else rule
+        words = (
+            (self.least, "above" if self.excludes_least else "at least"),
+            (self.most, "below" if self.excludes_most else "at most"),
+        )
+        bounds = [f"{word} {bound:.15g}" for bound, word in words if math.isfinite(bound)]
+        return f"must be {' and '.join(bounds)}"
 
     def holds(self, value: float) -> bool:
-        is_above = value > self.least if self.is_open else value >= self.least
-        return is_above and value <= self.most
+        is_above = value > self.least if self.excludes_least else value >= self.least
+        return is_above and (value < self.most if self.excludes_most else value <= self.most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +206,7 @@ class OneOf:
     choices: tuple[object, ...]
 
     def __str__(self) -> str:
-        return f"must be one of {', '.join(map(str, self.choices))}"
+        return f"must be one of {', '.join(map(format_value, self.choices))}"
 
     def holds(self, value: object) -> bool:
         return value in self.choices
@@ -190,24 +217,50 @@ def at_least(least: float, most: float = math.inf) -> Bounds:
 
 
 def above(least: float, most: float = math.inf) -> Bounds:
-    return Bounds(least, most, is_open=True)
+    return Bounds(least, most, excludes_least=True)
+
+
+def below(most: float) -> Bounds:
+    return Bounds(most=most, excludes_most=True)
 
 
 def one_of(*choices: object) -> OneOf:
     return OneOf(choices)
 
 
-def check_rules(settings: Any, section: str = "") -> None:
-    """Raise ConfigError for a setting that breaks a rule declared in its field's type.
+def _check_rules(key: str, value: Any, marks: Sequence[Any]) -> None:
+    """Raise ConfigError if a value breaks one of the rules among the marks of its type."""
+    if value is None or (isinstance(value, str) and "${" in value):
+        return
+    for rule in marks:
+        if isinstance(rule, Bounds | OneOf) and not rule.holds(value):
+            raise ConfigError(f"{key}={format_value(value)}: {rule}")
 
-    Null passes. section: as "scorer."; rules on texts and numbers, see `Bounds` and `OneOf`.
-    """
-    hints = get_type_hints(type(settings), include_extras=True)
-    for field in dataclasses.fields(settings):
-        hint, value = hints[field.name], vars(settings)[field.name]
-        for rule in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
-            if value is not None and not rule.holds(value):
-                raise ConfigError(f"{section}{field.name}={value}: {rule}")
+
+def check_settings(settings: Any, key: str = "") -> None:
+    """Check settings that were not read, or were changed after that, as `prepare_settings` does."""
+    prepare_settings(dataclasses.asdict(settings), type(settings), key)
+
+
+FIXED_ON_RESUME = "fixed on resume"
+"""Mark of a setting that a resumed run must keep, declared in its field's type."""
+INLINE = "inline"
+"""Mark of a mapping whose keys users may write beside those of its section."""
+
+
+def has_mark(hint: Any, mark: str) -> bool:
+    return get_origin(hint) is Annotated and mark in get_args(hint)
+
+
+def list_fixed_settings(kind: Any, prefix: str = "") -> list[str]:
+    """Return the keys of a settings dataclass, and of those in it, marked FIXED_ON_RESUME."""
+    keys = []
+    for name, hint in get_fields(kind, with_marks=True).items():
+        if dataclasses.is_dataclass(hint):
+            keys += list_fixed_settings(hint, f"{prefix}{name}.")
+        elif has_mark(hint, FIXED_ON_RESUME):
+            keys.append(f"{prefix}{name}")
+    return keys
 
 
 def check_conflicts(settings: Any, conflicts: Iterable[Conflict], section: str = "") -> None:
@@ -217,7 +270,8 @@ def check_conflicts(settings: Any, conflicts: Iterable[Conflict], section: str =
     """
     for applies, key, reason in conflicts:
         if applies:
-            raise ConfigError(f"{section}{key}={get_setting(settings, key)}: {reason}")
+            value = format_value(get_setting(settings, key))
+            raise ConfigError(f"{section}{key}={value}: {reason}")
 
 
 def get_setting(settings: Any, key: str) -> Any:
@@ -229,9 +283,12 @@ def get_setting(settings: Any, key: str) -> Any:
     return settings
 
 
-def get_fields(kind: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by name."""
-    hints = get_type_hints(kind)
+def get_fields(kind: Any, *, with_marks: bool = False) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name.
+
+    with_marks: with rules and other marks, as in Annotated[int, at_least(1)].
+    """
+    hints = get_type_hints(kind, include_extras=with_marks)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
@@ -265,3 +322,15 @@ def format_yaml(value: Any) -> str:
     """Format a value on one line, as in an override."""
     # PyYAML ends a bare scalar with a "..." line.
     return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
+
+
+def format_value(value: object) -> str:
+    """Format a value on one line in YAML's words, for messages; a text stays as it is."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+
+
+def quote_value(value: object) -> str:
+    """Format a value that may be of a wrong type: a text in quotes, the first 200 characters."""
+    return f"{value!r:.200}" if isinstance(value, str) else f"{format_value(value):.200}"

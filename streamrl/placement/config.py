@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import above, at_least, check_conflicts, check_rules, one_of
+from streamrl.files.typed_settings import above, at_least, check_conflicts, one_of
 from streamrl.placement.pools import POOL_ROLES, POOL_STRATEGIES, RolePool, has_colocated_actor
 
 MIN_OBJECT_STORE_MB = 80
@@ -51,7 +51,6 @@ class PlacementConfig:
     memory_mb: Annotated[int | None, at_least(1)] = None
 
     def __post_init__(self) -> None:
-        check_rules(self, "placement.")
         self._check_pools()
         has_workers = self.is_hybrid or self.mode == "auto"
         reason = (

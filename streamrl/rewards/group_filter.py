@@ -13,7 +13,7 @@ import numpy as np
 
 from streamrl.errors import RewardError
 from streamrl.files.python_module import load_function
-from streamrl.files.typed_settings import at_least, check_conflicts, check_rules, one_of
+from streamrl.files.typed_settings import at_least, check_conflicts, one_of
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt, has_equal_scores
 from streamrl.user_code.checks import format_value
 
@@ -43,7 +43,6 @@ class FilterConfig:
     function: str = ""
 
     def __post_init__(self) -> None:
-        check_rules(self, "filter.")
         is_function, factor = self.kind == "function", self.oversample
         is_number = not isinstance(factor, str) and 1 <= factor < math.inf
         no_effect = f"has no effect with filter.kind={self.kind}"

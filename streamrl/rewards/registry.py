@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import read_settings, suggest_nearest
+from streamrl.files.typed_settings import format_value, read_settings, suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import Reward, RewardContext, RewardSpec
 from streamrl.rewards.kinds.code import CodeOptions, CodeReward
@@ -38,7 +38,6 @@ from streamrl.rewards.reward_set import (
     RewardComponent,
     RewardSet,
     ScoreSpec,
-    naming_config_errors,
 )
 
 
@@ -143,10 +142,10 @@ def build_rewards(
         raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
     components = []
     for i, config in enumerate(configs):
-        with naming_config_errors(section, i):
-            _check_entry(config, score_spec)
-            spec = RewardSpec(config.component_name, _read_options(config), context)
-            reward = REWARD_KINDS[config.kind].create_reward(spec)
+        key = f"{section}[{i}]"
+        _check_entry(config, key, score_spec)
+        spec = RewardSpec(config.component_name, _read_options(config, key), context, key)
+        reward = REWARD_KINDS[config.kind].create_reward(spec)
         components.append(
             RewardComponent(config.component_name, config.weight, config.gate, reward, config.of)
         )
@@ -167,34 +166,33 @@ def may_use_devices(configs: Sequence[RewardConfig]) -> bool:
 def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> None:
     """Raise ConfigError for unknown kinds and invalid options, without loading files or models."""
     for i, config in enumerate(configs):
-        with naming_config_errors(score_spec.section, i):
-            _read_options(config)
+        _read_options(config, f"{score_spec.section}[{i}]")
 
 
-def _check_entry(config: RewardConfig, score_spec: ScoreSpec) -> None:
+def _check_entry(config: RewardConfig, key: str, score_spec: ScoreSpec) -> None:
     if config.name and not re.fullmatch(r"[\w.-]+", config.name, re.ASCII):
-        raise ConfigError(f"rewards.name={config.name}: letters, digits and _ . - only")
+        raise ConfigError(f"{key}.name={config.name}: letters, digits and _ . - only")
     if config.component_name in _RESERVED_NAMES:
         metric = score_spec.column_prefix + config.component_name
         raise ConfigError(
-            f"rewards.name={config.component_name}: the metric {metric} is reserved for the"
+            f"{key}.name={config.component_name}: the metric {metric} is reserved for the"
             " combined score. Choose another name"
         )
 
 
-def _read_options(config: RewardConfig) -> Any:
+def _read_options(config: RewardConfig, key: str) -> Any:
     if config.kind not in REWARD_KINDS:
         hint = REMOVED_KINDS.get(config.kind) or suggest_nearest(config.kind, REWARD_KINDS, "kind")
         raise ConfigError(
-            f"rewards.kind={config.kind}: no such kind; {hint}; a reward of your own is kind"
+            f"{key}.kind={config.kind}: no such kind; {hint}; a reward of your own is kind"
             " function, with `path`"
         )
     kind = REWARD_KINDS[config.kind]
     options = [option.name for option in dataclasses.fields(kind.options_type)]
-    for key, value in config.options.items():
-        if key not in options:
+    for name, value in config.options.items():
+        if name not in options:
             raise ConfigError(
-                f"rewards.{key}={value}: not an option of kind {config.kind};"
-                f" {suggest_nearest(str(key), [*options, *(ENTRY_KEYS - {'options'})])}"
+                f"{key}.{name}={format_value(value)}: not an option of kind {config.kind};"
+                f" {suggest_nearest(str(name), [*options, *(ENTRY_KEYS - {'options'})])}"
             )
-    return read_settings(kind.options_type, config.options, section="rewards")
+    return read_settings(kind.options_type, config.options, section=key)

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,18 +96,6 @@ class GroupRewardResult:
     totals: Array
 
 
-@contextmanager
-def naming_config_errors(section: str, index: int) -> Iterator[None]:
-    """Replace "rewards." in a ConfigError by the config entry's position, such as "costs[1].".
-
-    A reward knows neither its position in the list nor whether it computes a cost.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("rewards.", f"{section}[{index}].", 1)) from None
-
-
 class RewardSet:
     """All rewards, or all costs, of a run. Every reward enforces its own timeout.
 
@@ -149,23 +137,21 @@ class RewardSet:
     async def run_preflight(self) -> list[str]:
         """Check all rewards, before `check_prompts`; return notes. Raises ConfigError."""
         notes = []
-        for index, component in enumerate(self._components):
-            with naming_config_errors(self._score_spec.section, index):
-                try:
-                    async with self._start_deadline(component.name):
-                        notes.append(await component.reward.run_preflight())
-                except RewardError as error:
-                    label = f"{self._score_spec.noun} {component.name}"
-                    raise ConfigError(f"{label}: {error}") from error
+        for component in self._components:
+            try:
+                async with self._start_deadline(component.name):
+                    notes.append(await component.reward.run_preflight())
+            except RewardError as error:
+                label = f"{self._score_spec.noun} {component.name}"
+                raise ConfigError(f"{label}: {error}") from error
         return [note for note in notes if note]
 
     async def start(self) -> None:
         """Start all rewards; close them again if a start fails. Raises ConfigError, RewardError."""
         try:
-            for index, component in enumerate(self._components):
-                with naming_config_errors(self._score_spec.section, index):
-                    async with self._start_deadline(component.name):
-                        await component.reward.start()
+            for component in self._components:
+                async with self._start_deadline(component.name):
+                    await component.reward.start()
         except BaseException:
             await self.close()
             raise

@@ -34,7 +34,7 @@ from streamrl.files.file_proofs import (
     list_files,
     prove_files,
 )
-from streamrl.files.typed_settings import at_least, check_rules, describe_read_error
+from streamrl.files.typed_settings import at_least, describe_read_error
 from streamrl.run_dir.discarded import keep_links, link_or_copy
 from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.sinks import METRICS_FILE
@@ -84,9 +84,6 @@ class CheckpointConfig:
     every: Annotated[int, at_least(0)] = 0
     keep: Annotated[int, at_least(1)] = 2
     at_end: bool = True
-
-    def __post_init__(self) -> None:
-        check_rules(self, "checkpoint.")
 
 
 @dataclass(frozen=True)

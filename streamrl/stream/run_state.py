@@ -14,7 +14,7 @@ from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.dataflow import FILTER_COLUMN
 from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, ServiceOutageError
-from streamrl.files.typed_settings import above, at_least, check_rules, one_of
+from streamrl.files.typed_settings import FIXED_ON_RESUME, above, at_least, one_of
 from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, parse_uid
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import FilterTally, PromptSource
@@ -56,13 +56,12 @@ class PipelineConfig:
     max_staleness: Annotated[int, at_least(0)] = 1
     depth: Annotated[int | None, at_least(0)] = None
     on_stale: Annotated[str, one_of("wait", "drop")] = "wait"
-    groups_per_step: Annotated[int, at_least(1)] = 32
+    groups_per_step: Annotated[int, at_least(1), FIXED_ON_RESUME] = 32
     micro_batch_tokens: Annotated[int, at_least(1)] = 16384
     stall_s: Annotated[float, above(0)] = 300.0
     on_stall: Annotated[str, one_of("abort", "redeliver", "warn")] = "abort"
 
     def __post_init__(self) -> None:
-        check_rules(self, "pipeline.")
         if self.on_stale == "wait" and self.max_steps_ahead > self.max_staleness:
             raise ConfigError(
                 f"pipeline.depth={self.depth}: ({self.depth} + 1) * {self.groups_per_step} groups"

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import at_least, check_rules, one_of
+from streamrl.files.typed_settings import at_least, one_of
 
 WANDB_MODES = ("offline", "online", "disabled")
 CONSOLE_MODES = ("auto", "live", "plain", "none")
@@ -22,7 +22,6 @@ class WandbConfig:
     project: str = "streamrl"
 
     def __post_init__(self) -> None:
-        check_rules(self, "telemetry.wandb.")
         if self.is_enabled and not self.project:
             raise ConfigError("telemetry.wandb.project=: must not be empty")
 
@@ -48,9 +47,6 @@ class RolloutConfig:
     every: Annotated[int, at_least(0)] = 1
     logprobs: bool = False
 
-    def __post_init__(self) -> None:
-        check_rules(self, "telemetry.rollouts.")
-
 
 @dataclass
 class TelemetryConfig:
@@ -65,6 +61,3 @@ class TelemetryConfig:
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     console: Annotated[str, one_of(*CONSOLE_MODES)] = "auto"
-
-    def __post_init__(self) -> None:
-        check_rules(self, "telemetry.")

@@ -144,18 +144,23 @@ class FunctionCallSpec:
 
 @dataclass(frozen=True)
 class FunctionSource:
-    """Location of a reward function: a name in a file. kwargs: constant arguments of every call."""
+    """Location of a reward function: a name in a file.
+
+    kwargs: constant arguments of every call. key: config key of the reward's entry, for messages.
+    """
 
     path: str
     name: str
     kwargs: tuple[tuple[str, Any], ...] = ()
+    key: str = "rewards[0]"
 
 
-def _match_style(code: FileFunction, kwargs: Mapping[str, Any]) -> SignatureStyle:
+def _match_style(code: FileFunction, source: FunctionSource) -> SignatureStyle:
+    kwargs = dict(source.kwargs)
     for key in kwargs:
         if key not in code.parameters and not code.has_var_keyword:
             raise ConfigError(
-                f"rewards.kwargs.{key}: {code.name} in {code.file} has no such parameter"
+                f"{source.key}.kwargs.{key}: {code.name} in {code.file} has no such parameter"
             )
     for style in SIGNATURE_STYLES:
         others = code.required_names - kwargs.keys() - {*style.parameters}
@@ -197,10 +202,10 @@ class UserFunction:
     """
 
     def __init__(self, source: FunctionSource) -> None:
-        label = f"rewards.function={source.name}"
-        code = load_function(source.path, source.name, setting="rewards.path", label=label)
+        label = f"{source.key}.function={source.name}"
+        code = load_function(source.path, source.name, setting=f"{source.key}.path", label=label)
         self.code = code
-        self._style = _match_style(code, dict(source.kwargs))
+        self._style = _match_style(code, source)
         self.call_spec = FunctionCallSpec(
             location=f"{code.name} in {code.file}",
             style=self._style.signature,

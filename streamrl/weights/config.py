@@ -7,7 +7,6 @@ from streamrl.files.typed_settings import (
     above,
     at_least,
     check_conflicts,
-    check_rules,
     one_of,
 )
 
@@ -54,7 +53,6 @@ class WeightsConfig:
     probe_limit: Annotated[float | None, above(0)] = None
 
     def __post_init__(self) -> None:
-        check_rules(self, "weights.")
         conflict = (
             self.probe_limit is not None and not self.probe_every,
             "probe_limit",

@@ -269,7 +269,7 @@ def test_an_inconsistent_row_is_refused(changes, message):
         ("rloo", ["algorithm.advantage_scale=batch"], "rloo does not use it"),
         ("grpo", ["algorithm.gamma=0.9"], "gamma=0.9: has no effect: grpo does not use it"),
         ("grpo", ["critic.warmup_alone=3"], "warmup_alone=3: has no effect: grpo has no critic"),
-        ("ppo", [SHARED, "critic.trainer.lr=1e-3"], "'lr': 0.001}: needs a separate critic"),
+        ("ppo", [SHARED, "critic.trainer.lr=1e-3"], '"lr": 0.001}: needs a separate crit'),
         ("safe_rlhf", ["costs=[{kind: exact}]", SHARED], "only a single value critic"),
         ("clip_cov", ["algorithm.params.covariance_low=6"], r"\(6, 5.0\): low must be below high"),
         (

@@ -180,7 +180,7 @@ SAFE_RLHF = ["algorithm.name=safe_rlhf", "costs=[{kind: exact}]"]
         ([], "pipeline.max_staleness=0", "the bound may only grow"),
         ([], "trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run must keep 0"),
         ([], "algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run must keep 1"),
-        ([], "queue.journal.enabled=false", "a resumed run must keep True"),
+        ([], "queue.journal.enabled=false", "a resumed run must keep true"),
         ([], "environment.path=a.py", "must keep environment={}, as groups in its queue"),
         ([], "run.seed=5", "cannot resume the data stream"),
         (PPO, "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),

@@ -1,12 +1,13 @@
 """YAML and overrides become a checked RunConfig, or a one-line error."""
 
-import math
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -14,9 +15,14 @@ from omegaconf import OmegaConf
 
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
-from streamrl.engines.trainer_config import CriticTrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import Bounds, OneOf, get_fields
+from streamrl.files.typed_settings import (
+    Bounds,
+    OneOf,
+    format_value,
+    get_fields,
+    prepare_settings,
+)
 from streamrl.messages import EPISODE_COLUMNS
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import REWARD_KINDS
@@ -175,7 +181,8 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         with pytest.raises(ConfigError) as caught:
             load_config(recipe, [f"{key}={value}"])
         message = str(caught.value)
-        assert f"{key}={yaml.safe_load(value)!r}: must be " in message, message
+        shown = "'hot'" if value == "hot" else format_value(yaml.safe_load(value))
+        assert f"{key}={shown}: must be " in message, message
         assert "\n" not in message, message
         checked += 1
     assert checked > 170
@@ -189,7 +196,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "trainer.max_staleness=1",
             "max_staleness=1: unknown; the nearest key is pipeline.max_staleness",
         ),
-        ("run.name=off", "run.name=False: must be text; YAML reads unquoted off, no and false as"),
+        ("run.name=off", "run.name=false: must be text; YAML reads unquoted off, no and false as"),
         ("trainer.lrr=1", "trainer.lrr=1: unknown; the nearest key is trainer.lr"),
         (
             "data.filter=a.py:b",
@@ -212,7 +219,20 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ),
         (
             "trainer={backend: torch, offload_optimizer: true}",
-            "offload_optimizer=True: needs backend=deepspeed, not torch",
+            "offload_optimizer=true: needs backend=deepspeed$",
+        ),
+        (
+            "trainer={offload_optimizer: true, zero_stage: 0}",
+            "offload_optimizer=true: needs a zero_stage above 0$",
+        ),
+        ("reference={every: 1, decay: 1}", "reference.decay=1.0: must be below 1$"),
+        ("costs=[{kind: exact, of: foo}]", r"costs\[0\].of=foo: must be one of last_turn, "),
+        ("rewards.0.of=foo", r"rewards\[0\].of=foo: must be one of last_turn, "),
+        ("costs=[{kind: exact, gate: x}]", r"costs\[0\].gate='x': must be true or false"),
+        ("generator.stop_token_ids=[3,-1]", r"stop_token_ids\[1\]=-1: must be at least 0"),
+        (
+            "trainer={world_size: '${trainer.warmup_steps}'}",
+            "trainer.world_size=0: must be at least 1",
         ),
         (
             "trainer={offload_optimizer: true, zero_stage: 2}",
@@ -288,25 +308,43 @@ FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine", "trainer.lr_min=1e-4
 def iter_rules(kind: type) -> Iterator[tuple[type, str, Bounds | OneOf]]:
     """Yield (class, field, rule) of every rule in a settings dataclass and those nested in it."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            yield kind, name, get_args(hint)[1]
-        for inner in (hint, *get_args(hint)):
-            if isinstance(inner, type) and is_dataclass(inner):
-                yield from iter_rules(inner)
+        inside = [hint, *get_args(hint)]
+        for part in inside:
+            if isinstance(part, Bounds | OneOf):
+                yield kind, name, part
+            elif isinstance(part, type) and is_dataclass(part):
+                yield from iter_rules(part)
+
+
+RULES = dict.fromkeys(
+    rule
+    for kind in (RunConfig, *(kind.options_type for kind in REWARD_KINDS.values()))
+    for rule in iter_rules(kind)
+)
+BOUNDS = dict.fromkeys(rule for _, _, rule in RULES if isinstance(rule, Bounds))
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+def test_a_message_names_the_exact_bounds(bounds: Bounds):
+    """A bound is a value that the rule allows, unless the words exclude it."""
+    found = re.findall(r"(at least|above|at most|below) (\S+)", str(bounds))
+    assert {float(bound) for _, bound in found} == {bounds.least, bounds.most} - {-inf, inf}
+    for words, bound in found:
+        assert bounds.holds(float(bound)) == (words in ("at least", "at most"))
 
 
 def test_every_declared_rule_refuses_the_values_beside_it():
-    kinds = [RunConfig, CriticTrainerConfig, *(kind.options_type for kind in REWARD_KINDS.values())]
-    rules = {(k, name): rule for kind in kinds for k, name, rule in iter_rules(kind)}
-    for (kind, name), rule in rules.items():
+    for kind, name, rule in RULES:
         bad: list[Any] = ["magic"]
         if isinstance(rule, Bounds):
-            bad = [rule.least - (not rule.is_open), math.nan]
-            bad += [rule.most + 1] if rule.most < math.inf else []
+            bad = [rule.least - (not rule.excludes_least)] * (rule.least > -inf)
+            bad += [rule.most + (not rule.excludes_most)] * (rule.most < inf)
         for value in bad:
-            with pytest.raises(ConfigError, match=rf"\b{name}={value}: must be "):
-                kind(**{name: value})
-    assert len(rules) > 90
+            with pytest.raises(
+                ConfigError, match=rf"^a\.b\[1\]\.{name}=\S+: {re.escape(str(rule))}$"
+            ):
+                prepare_settings({name: value}, kind, "a.b[1]")
+    assert len(RULES) > 90
 
 
 def test_a_removed_key_with_the_value_that_holds_is_ignored(recipe: Path):

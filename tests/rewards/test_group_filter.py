@@ -112,7 +112,6 @@ def test_an_unusable_function_is_refused(filter_from, source, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kind": "foo"}, "filter.kind=foo: must be one of none, equal_rewards, function"),
         ({"kind": "function", "function": "keep"}, "filter.path=: missing"),
         ({"path": "a.py"}, "filter.path=a.py: has no effect with filter.kind=none"),
     ],

@@ -25,15 +25,15 @@ class PatternTimeoutError(RewardError):
 class AnswerPattern:
     """Regular expression that locates an answer in a completion, with a deadline per search.
 
-    Uses the `regex` package because `re` has no timeout. option: reward option that holds the
-    pattern, named in error messages. Raises ConfigError for an invalid pattern.
+    Uses the `regex` package because `re` has no timeout. setting: config key of the pattern, for
+    error messages. Raises ConfigError for an invalid pattern.
     """
 
-    def __init__(self, pattern: str, *, option: str = "pattern") -> None:
+    def __init__(self, pattern: str, setting: str) -> None:
         try:
             self._regex = regex.compile(pattern)
         except regex.error as error:
-            raise ConfigError(f"rewards.{option}={pattern}: {error}") from error
+            raise ConfigError(f"{setting}={pattern}: {error}") from error
 
     def find_last(self, text: str) -> str | None:
         """Return the first group of the last match (whole without groups), None without a match."""

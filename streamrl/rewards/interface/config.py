@@ -1,10 +1,9 @@
 """Config sections `rewards`, `scorer` and `sandbox`."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from streamrl.files.typed_settings import above, at_least, check_rules, one_of
+from streamrl.files.typed_settings import INLINE, above, at_least, one_of
 from streamrl.rewards.interface.completion import COMPLETION_PARTS, LAST_TURN
 
 
@@ -27,10 +26,7 @@ class RewardConfig:
     weight: float = 1.0
     gate: bool = False
     of: Annotated[str, one_of(*COMPLETION_PARTS)] = LAST_TURN
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_rules(self, "rewards.")
+    options: Annotated[dict[str, Any], INLINE] = field(default_factory=dict)
 
     @property
     def component_name(self) -> str:
@@ -54,9 +50,6 @@ class ScorerConfig:
     timeout_s: Annotated[float, above(0)] = 30.0
     offload: bool = False
 
-    def __post_init__(self) -> None:
-        check_rules(self, "scorer.")
-
 
 @dataclass
 class SandboxConfig:
@@ -67,17 +60,3 @@ class SandboxConfig:
     """
 
     allow_unsafe: bool = False
-
-
-def fold_options(entry: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """Move options written directly in a config entry into the entry's dict "options".
-
-    keys: keys of the entry itself, which stay. Example with key `kind`: {kind: regex, pattern: x}
-        becomes {kind: regex, options: {pattern: x}}.
-    """
-    inline_options = {key: value for key, value in entry.items() if key not in keys}
-    options = entry.get("options", {})
-    if not inline_options or not isinstance(options, dict):
-        return entry
-    rest = {key: value for key, value in entry.items() if key in keys}
-    return {**rest, "options": {**options, **inline_options}}

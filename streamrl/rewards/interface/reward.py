@@ -18,7 +18,7 @@ from streamrl.errors import (
     RewardTimeoutError,
     ServiceOutageError,
 )
-from streamrl.files.typed_settings import above, at_least, check_rules
+from streamrl.files.typed_settings import above, at_least
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import PatternTimeoutError
 from streamrl.rewards.interface.completion import Completion
@@ -51,11 +51,15 @@ class RewardContext:
 
 @dataclass(frozen=True)
 class RewardSpec(Generic[OptionsT]):
-    """Arguments of a reward's constructor: component name, options and shared config."""
+    """Arguments of a reward's constructor: component name, options and shared config.
+
+    key: config key of the reward's entry, such as costs[1], for messages.
+    """
 
     name: str
     options: OptionsT
     context: RewardContext = field(default_factory=RewardContext)
+    key: str = "rewards[0]"
 
 
 class Reward:
@@ -139,9 +143,6 @@ class RetryOptions:
 
     attempts: Annotated[int, at_least(1)] = 3
     timeout_s: Annotated[float | None, above(0)] = None
-
-    def __post_init__(self) -> None:
-        check_rules(self)
 
 
 @dataclass

@@ -30,6 +30,7 @@ class ClassifierFiles:
     """
 
     path: str
+    setting: str
     config: Any
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int | None
@@ -37,20 +38,21 @@ class ClassifierFiles:
     weight_bytes: int
 
 
-def read_classifier(path: str) -> ClassifierFiles:
+def read_classifier(path: str, setting: str) -> ClassifierFiles:
     """Read the metadata of the model in directory `path` without loading weights.
 
-    Raises ConfigError unless the directory holds a complete model with classification head and
-    tokenizer. A language model is refused: transformers would initialize its head randomly.
+    setting: config key that names the directory, for messages. Raises ConfigError unless the
+    directory holds a complete model with classification head and tokenizer. A language model is
+    refused: transformers would initialize its head randomly.
     """
     try:
         tokenizer, config = load_tokenizer(path), read_model_config(path)
     except ConfigError as error:
-        raise ConfigError(f"rewards.path={error}") from None
-    _check_head(path, config)
+        raise ConfigError(f"{setting}={error}") from None
+    _check_head(path, setting, config)
     if config.num_labels != 1:
         raise _make_config_error(
-            path, f"the model has {config.num_labels} labels, a reward model has one"
+            path, setting, f"the model has {config.num_labels} labels, a reward model has one"
         )
     settings = config.get_text_config().to_dict()
     vocab_size, pad_id = settings["vocab_size"], settings.get("pad_token_id")
@@ -58,11 +60,13 @@ def read_classifier(path: str) -> ClassifierFiles:
     if max_id >= vocab_size:
         raise _make_config_error(
             path,
+            setting,
             f"the tokenizer has token id {max_id}, the model's vocab_size is {vocab_size}:"
             " tokenizer and model do not match",
         )
     return ClassifierFiles(
         path=path,
+        setting=setting,
         config=config,
         tokenizer=tokenizer,
         max_tokens=settings.get("max_position_embeddings"),
@@ -72,33 +76,34 @@ def read_classifier(path: str) -> ClassifierFiles:
     )
 
 
-def _make_config_error(path: str, reason: object) -> ConfigError:
-    return ConfigError(f"rewards.path={path}: {' '.join(str(reason).split())[:500]}")
+def _make_config_error(path: str, setting: str, reason: object) -> ConfigError:
+    return ConfigError(f"{setting}={path}: {' '.join(str(reason).split())[:500]}")
 
 
-def _check_head(path: str, config: Any) -> None:
+def _check_head(path: str, setting: str, config: Any) -> None:
     try:
         with torch.device("meta"):
             skeleton = AutoModelForSequenceClassification.from_config(
                 config, trust_remote_code=is_trusted(path)
             )
     except (ValueError, TypeError, AttributeError) as error:
-        raise _make_config_error(path, error) from None
+        raise _make_config_error(path, setting, error) from None
     body = f"{skeleton.base_model_prefix}."
     parameters = skeleton.state_dict().items()
     head = {name: tuple(value.shape) for name, value in parameters if not name.startswith(body)}
-    stored = read_stored_shapes(Path(path), "rewards.path")
+    stored = read_stored_shapes(Path(path), setting)
     for name, shape in head.items():
         if name not in stored:
             kind = (config.architectures or ["a model"])[0]
             raise _make_config_error(
                 path,
+                setting,
                 f"{kind} without a classification head (the files lack {name}): a reward model must"
                 " be trained as a sequence-classification model",
             )
         if stored[name] != shape:
             raise _make_config_error(
-                path, f"{name} has shape {stored[name]}, config.json says {shape}"
+                path, setting, f"{name} has shape {stored[name]}, config.json says {shape}"
             )
 
 
@@ -127,10 +132,14 @@ class SequenceClassifier:
                 output_loading_info=True,
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise _make_config_error(files.path, f"cannot be loaded: {error}") from error
+            raise _make_config_error(
+                files.path, files.setting, f"cannot be loaded: {error}"
+            ) from error
         if missing := sorted(info["missing_keys"]):
             first = ", ".join(missing[:3])
-            raise _make_config_error(files.path, f"lacks {len(missing)} parameters, e.g. {first}")
+            raise _make_config_error(
+                files.path, files.setting, f"lacks {len(missing)} parameters, e.g. {first}"
+            )
         self._model = model.eval()
         self._device = get_local_device()
         if keeps_layers_on_host and has_local_gpu():

@@ -131,9 +131,9 @@ class CodeReward(Reward):
         super().__init__()
         options = spec.options
         self._options = options
-        self._program_pattern = AnswerPattern(options.extract, option="extract")
-        self._limits = read_settings(ProgramLimits, options.limits, section="rewards.limits")
-        self._languages = _select_language(options)
+        self._program_pattern = AnswerPattern(options.extract, f"{spec.key}.extract")
+        self._limits = read_settings(ProgramLimits, options.limits, section=f"{spec.key}.limits")
+        self._languages = _select_language(options, spec.key)
         self._allow_unsafe = spec.context.sandbox.allow_unsafe
         self._runner: Sandbox | RemoteSandbox | None = None
 
@@ -207,14 +207,14 @@ class CodeReward(Reward):
             await self._runner.close()
 
 
-def _select_language(options: CodeOptions) -> dict[str, LanguageSpec]:
+def _select_language(options: CodeOptions, key: str) -> dict[str, LanguageSpec]:
     """Return {name: spec} of the configured language; own ones come before built-in ones."""
     specs = dict(LANGUAGES)
     for name, settings in options.languages.items():
-        specs[name] = read_settings(LanguageSpec, settings, section=f"rewards.languages.{name}")
+        specs[name] = read_settings(LanguageSpec, settings, section=f"{key}.languages.{name}")
     if options.language not in specs:
         raise ConfigError(
-            f"rewards.language={options.language}: must be one of {', '.join(specs)}, or be given"
+            f"{key}.language={options.language}: must be one of {', '.join(specs)}, or be given"
             " in languages"
         )
     return {options.language: specs[options.language]}

@@ -35,9 +35,9 @@ class FunctionReward(WorkerReward):
     def __init__(self, spec: RewardSpec[FunctionOptions]) -> None:
         options = spec.options
         if not options.path:
-            raise ConfigError("rewards.path: missing")
+            raise ConfigError(f"{spec.key}.path: missing")
         kwargs = tuple(options.kwargs.items())
-        source = FunctionSource(options.path, options.function or spec.name, kwargs)
+        source = FunctionSource(options.path, options.function or spec.name, kwargs, spec.key)
         super().__init__("streamrl.user_code.reward_function:make_reward_handler", source, spec)
         self._call_spec: FunctionCallSpec | None = None
 

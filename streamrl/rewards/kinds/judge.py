@@ -60,8 +60,9 @@ class ChatClient:
     """
 
     def __init__(
-        self, url: str, model: str, key: str, *, concurrency: int, timeout_s: float
+        self, url: str, model: str, key: str, *, concurrency: int, timeout_s: float, entry: str
     ) -> None:
+        self._entry = entry
         self._url = url
         self._model = model
         self._api_key = key
@@ -93,7 +94,7 @@ class ChatClient:
             except (RewardInfraError, ServiceOutageError) as error:
                 if clock() - started > STARTUP_TIMEOUT_S:
                     raise ConfigError(
-                        f"rewards.url={error} (for {STARTUP_TIMEOUT_S:g} s)"
+                        f"{self._entry}.url={error} (for {STARTUP_TIMEOUT_S:g} s)"
                     ) from None
                 if not is_waiting:
                     warning = f"{error}; waiting up to {STARTUP_TIMEOUT_S:g} s for the server"
@@ -101,10 +102,11 @@ class ChatClient:
                 is_waiting = True
                 await asyncio.sleep(POLL_INTERVAL_S)
             except RewardError as error:
-                raise ConfigError(f"rewards.url={error} (GET {self._url}/models)") from None
+                raise ConfigError(f"{self._entry}.url={error} (GET {self._url}/models)") from None
         if names and self._model not in names:
             raise ConfigError(
-                f"rewards.model={self._model}: {self._url} has {', '.join(sorted(names)[:10])}"
+                f"{self._entry}.model={self._model}: {self._url} has"
+                f" {', '.join(sorted(names)[:10])}"
             )
 
     async def request_completion(self, text: str, request: Mapping[str, Any]) -> tuple[str, bool]:
@@ -238,7 +240,6 @@ class JudgeOptions(RetryOptions):
     concurrency: Annotated[int, at_least(1)] = 32
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         conflicts = (
             (
                 not re.match(r"https?://[^/]", self.url),
@@ -265,8 +266,9 @@ class JudgeReward(Reward):
     def __init__(self, spec: RewardSpec[JudgeOptions]) -> None:
         super().__init__()
         self._options = options = spec.options
-        self._api_key = _load_api_key(options.api_key_env)
-        self._pattern = AnswerPattern(options.pattern)
+        self._key = spec.key
+        self._api_key = _load_api_key(options.api_key_env, spec.key)
+        self._pattern = AnswerPattern(options.pattern, f"{spec.key}.pattern")
         self._pass_score = options.most if options.pass_score is None else options.pass_score
         self._scorer_config = spec.context.scorer
         self._request_fields = {
@@ -301,6 +303,7 @@ class JudgeReward(Reward):
             self._api_key,
             concurrency=options.concurrency,
             timeout_s=options.timeout_s or self._scorer_config.timeout_s,
+            entry=self._key,
         )
 
     async def score_completions(
@@ -325,12 +328,12 @@ class JudgeReward(Reward):
         if is_cut:
             # The rest may change the number: "Score: 1" of 10, or a last match that is to come.
             raise RewardInfraError(
-                f"the judge's response was cut at rewards.max_tokens={self._options.max_tokens};"
-                f" raise it: {response[-100:]!r}"
+                f"the judge's response was cut at {self._key}.max_tokens="
+                f"{self._options.max_tokens}; raise it: {response[-100:]!r}"
             )
         if number is None:
             raise RewardInfraError(
-                f"rewards.pattern matches no number from {self._options.least:g} to"
+                f"{self._key}.pattern matches no number from {self._options.least:g} to"
                 f" {self._options.most:g} in the judge's response: {response[-100:]!r}"
             )
         detail = response[-MAX_DETAIL_CHARS:]
@@ -349,11 +352,11 @@ class JudgeReward(Reward):
             await self._client.close()
 
 
-def _load_api_key(name: str) -> str:
+def _load_api_key(name: str, entry: str) -> str:
     key = os.environ.get(name, "") if name else ""
     if name and not key:
         raise ConfigError(
-            f"rewards.api_key_env={name}: this environment variable is not set, or empty"
+            f"{entry}.api_key_env={name}: this environment variable is not set, or empty"
         )
     return key
 

@@ -147,7 +147,7 @@ class ModelReward(Reward):
         super().__init__()
         options = spec.options
         self._options = options
-        self._files = files = read_classifier(options.path)
+        self._files = files = read_classifier(options.path, f"{spec.key}.path")
         self._tokenizer = files.tokenizer
         limits = (files.max_tokens, files.tokenizer.model_max_length, options.batch_tokens)
         self._max_length = min(limit for limit in limits if limit)

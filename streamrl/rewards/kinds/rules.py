@@ -13,7 +13,7 @@ from typing import Annotated, Any, cast
 from omegaconf import MISSING
 
 from streamrl.errors import RewardError, RewardMemoryError, RewardTimeoutError
-from streamrl.files.typed_settings import at_least, check_conflicts, check_rules, one_of
+from streamrl.files.typed_settings import at_least, check_conflicts, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.answers import AnswerPattern, parse_truth_text
 from streamrl.rewards.interface.completion import Completion
@@ -106,7 +106,7 @@ def build_exact_reward(spec: RewardSpec[PatternOptions]) -> RuleReward:
 
     A completion without a match is wrong. The ground truth is nonempty text or an int.
     """
-    pattern = AnswerPattern(spec.options.pattern)
+    pattern = AnswerPattern(spec.options.pattern, f"{spec.key}.pattern")
 
     def judge(completion: str, truth: Any) -> RewardResult:
         answer = pattern.find_answer(completion)
@@ -122,7 +122,7 @@ def build_numeric_reward(spec: RewardSpec[PatternOptions]) -> RuleReward:
     match of `pattern`, must be a number; a number inside prose is wrong. The ground truth is such a
     text, an int or a float. The float 0.1 means the decimal 0.1, not its binary value.
     """
-    pattern = AnswerPattern(spec.options.pattern)
+    pattern = AnswerPattern(spec.options.pattern, f"{spec.key}.pattern")
 
     def judge(completion: str, truth: Any) -> RewardResult:
         number = parse_number(pattern.find_answer(completion) or "")
@@ -137,7 +137,7 @@ def build_regex_reward(spec: RewardSpec[RegexOptions]) -> RuleReward:
 
     \A and \Z in the pattern anchor it at both ends.
     """
-    pattern = AnswerPattern(spec.options.pattern)
+    pattern = AnswerPattern(spec.options.pattern, f"{spec.key}.pattern")
     return RuleReward(lambda text, truth: RewardResult.from_correctness(pattern.has_match(text)))
 
 
@@ -167,18 +167,18 @@ class LengthOptions:
 
     unit: words or characters.
     least: shortest length with score 1.
-    most: longest length with score 1.
+    most: longest length with score 1; null: no limit.
     tolerance: distance outside these bounds within which the score falls to 0.
     """
 
     unit: Annotated[str, one_of("words", "characters")] = "words"
     least: Annotated[int, at_least(0)] = 0
-    most: float = math.inf
+    most: float | None = None
     tolerance: Annotated[int, at_least(0)] = 0
 
     def __post_init__(self) -> None:
-        check_rules(self)
-        check_conflicts(self, [(self.most < self.least, "most", "must be at least `least`")])
+        is_empty = self.most is not None and self.most < self.least
+        check_conflicts(self, [(is_empty, "most", f"must be at least least={self.least}")])
 
 
 def build_length_reward(spec: RewardSpec[LengthOptions]) -> RuleReward:
@@ -187,10 +187,11 @@ def build_length_reward(spec: RewardSpec[LengthOptions]) -> RuleReward:
     A length outside by n scores max(0, 1 - n / tolerance), or 0 without tolerance.
     """
     options = spec.options
+    most = math.inf if options.most is None else options.most
 
     def judge(completion: str, truth: Any) -> RewardResult:
         length = len(completion.split() if options.unit == "words" else completion)
-        beyond = max(options.least - length, length - options.most, 0)
+        beyond = max(options.least - length, length - most, 0)
         score = max(0.0, 1 - beyond / options.tolerance) if options.tolerance else float(not beyond)
         detail = f"{length} {options.unit}"
         return RewardResult.from_correctness(not beyond, score=score, detail=detail)
@@ -211,9 +212,6 @@ class Gsm8kOptions:
     """
 
     method: Annotated[str, one_of(*GSM8K_METHODS)] = "strict"
-
-    def __post_init__(self) -> None:
-        check_rules(self)
 
 
 @dataclass

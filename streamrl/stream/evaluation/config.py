@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from streamrl.engines.generator_config import SamplingSettings
-from streamrl.files.typed_settings import above, at_least, check_rules
+from streamrl.files.typed_settings import above, at_least
 
 MAX_SEED = 2**32 - 1
 
@@ -37,9 +37,6 @@ class EvaluationConfig:
     limit: Annotated[int | None, at_least(1)] = None
     seed: Annotated[int, at_least(0, MAX_SEED)] = 0
     pass_score: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_rules(self, "evaluation.")
 
     @property
     def sampling(self) -> SamplingSettings:

@@ -155,7 +155,9 @@ async def test_acc_must_be_a_bool(reward_from):
 async def test_kwargs_come_from_the_config(reward_from):
     source = "def f(solution_str, ground_truth, scale): return scale * int(solution_str)"
     assert await scores(reward_from(source, scale=2.5)) == [12.5, 15.0]
-    with pytest.raises(ConfigError, match=r"rewards.kwargs.size: f in .* has no such parameter"):
+    with pytest.raises(
+        ConfigError, match=r"rewards\[0\].kwargs.size: f in .* has no such parameter"
+    ):
         reward_from(source, scale=1, size=2)
 
 
@@ -257,7 +259,7 @@ async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_
     ],
 )
 def test_an_unknown_signature_is_refused_listing_the_supported_signatures(reward_from, signature):
-    listed = r"rewards.function=f: its parameters in .* match none of .*score\(prompt,"
+    listed = r"rewards\[0\].function=f: its parameters in .* match none of .*score\(prompt,"
     with pytest.raises(ConfigError, match=listed):
         reward_from(f"def f{signature}: return 1.0")
 

@@ -255,7 +255,7 @@ def make_json_response(content_type="application/json", status=200, **body):
             lambda: make_json_response(
                 choices=[{"message": {"content": None}, "finish_reason": "length"}]
             ),
-            r"was cut at rewards\.max_tokens=512; raise it: ''",
+            r"was cut at rewards\[0\]\.max_tokens=512; raise it: ''",
         ),
     ],
 )

@@ -269,7 +269,7 @@ def test_scorers_request_a_gpu_and_the_memory_of_the_model(path, tmp_path):
     assert reward_demand(model, on_gpu=True).gpus == 1
     on_cpu = reward_demand(model, on_gpu=False)
     assert on_cpu.gpus == 0
-    size = read_classifier(path).weight_bytes
+    size = read_classifier(path, "rewards[1].path").weight_bytes
     assert on_cpu.memory_gib == pytest.approx(PROCESS_GIB + size / 2**30)
 
 

@@ -114,14 +114,14 @@ async def test_a_search_timeout_affects_only_its_completion():
 
 
 def test_concurrent_searches_do_not_use_up_the_time_of_each_other():
-    pattern = AnswerPattern(r"(?s)```\n(.*?)\n```\s*$")
+    pattern = AnswerPattern(r"(?s)```\n(.*?)\n```\s*$", "rewards[0].extract")
     text = "```\nprint(1)\n```\n" * 600 + "end"
     with ThreadPoolExecutor(16) as threads:
         assert [*threads.map(pattern.find_last, [text] * 16)] == [None] * 16
 
 
 def test_an_invalid_pattern_is_refused_at_start():
-    with pytest.raises(ConfigError, match=r"rewards.pattern=\(: "):
+    with pytest.raises(ConfigError, match=r"rewards\[0\].pattern=\(: "):
         build("regex", pattern="(")
 
 
