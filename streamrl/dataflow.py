@@ -54,6 +54,8 @@ CRITIC_BY_COLUMN = {"values": CRITIC, "cost_values": COST_CRITIC}
 """Critic trained to predict each value column."""
 RETURNS_BY_CRITIC = {CRITIC: "returns", COST_CRITIC: "cost_returns"}
 """Column of regression targets that an algorithm spec derives for each critic."""
+CRITIC_ROLES = tuple(RETURNS_BY_CRITIC)
+"""Trained roles besides the policy."""
 SEQUENCE_COLUMNS = ("token_ids", "loss_mask", "lengths")
 GENERATE_CALL = ModelCall("generate", "generator", CallKind.GENERATE, (), ROLLOUT_COLUMNS, POLICY)
 GREEDY_CALL = ModelCall("greedy", "generator", CallKind.GENERATE, (), ("greedy_ids",), POLICY)

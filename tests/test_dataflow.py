@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.actors.model_engines import SCORER_FACTORIES
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import (
     EMA_REFERENCE,
+    GENERATE_CALL,
     POLICY,
+    REWARD_ROLES,
+    SERVING_ROLES,
+    SOURCE_CALLS,
     CallKind,
     Dataflow,
     ModelCall,
@@ -208,3 +213,9 @@ def test_no_call_uses_a_version_beyond_max_staleness(
             # Training at step v makes version v + 1.
             trained = [i for i, name in before if name == f"train_{role}"]
             assert step - (max(trained, default=-1) + 1) <= max_staleness
+
+
+def test_every_role_of_a_stage_has_its_facts_and_one_maker_of_engines():
+    roles = sorted({call.role for call in SOURCE_CALLS})
+    assert roles == sorted(SERVING_ROLES)
+    assert roles == sorted([GENERATE_CALL.role, *REWARD_ROLES, *SCORER_FACTORIES])

@@ -28,7 +28,8 @@ TRAINED_ROLES = tuple(dict.fromkeys(FOLLOWED_ROLES.values()))
 POOL_ROLES = (*TRAINED_ROLES, *SERVING_ROLES)
 ACTOR_ROLES = (POLICY, GENERATE_CALL.role)
 SCORER_ROLES = tuple(role for role in SERVING_ROLES if role not in FOLLOWED_ROLES)
-CRITIC_ROLES = tuple(role for role in POOL_ROLES if role not in (*ACTOR_ROLES, *SCORER_ROLES))
+CRITIC_SIDE = tuple(r for r in POOL_ROLES if r not in (*ACTOR_ROLES, *SCORER_ROLES))
+"""Critics, and the roles that hold their weights."""
 
 
 def make_pool(*roles: str, of: float = 1.0) -> dict[str, float]:
@@ -39,11 +40,11 @@ POOL_STRATEGIES: dict[str, tuple[RolePool, ...]] = {
     # All roles on all devices, in turn.
     "colocated": (make_pool(*POOL_ROLES),),
     # As colocated, but reference and reward side by side on half of the devices each.
-    "interleaving": (make_pool(*ACTOR_ROLES, *CRITIC_ROLES) | make_pool(*SCORER_ROLES, of=0.5),),
+    "interleaving": (make_pool(*ACTOR_ROLES, *CRITIC_SIDE) | make_pool(*SCORER_ROLES, of=0.5),),
     # Actor and critic side by side, the critic with the reward, the actor with all other scorers.
     "split": (
         make_pool(*ACTOR_ROLES, *(role for role in SCORER_ROLES if role != REWARD_CALL.role)),
-        make_pool(*CRITIC_ROLES, REWARD_CALL.role),
+        make_pool(*CRITIC_SIDE, REWARD_CALL.role),
     ),
     # Forward-only roles, including the shadows of actor and critic, apart from trained roles.
     "shadow": (make_pool(*SERVING_ROLES), make_pool(*TRAINED_ROLES)),

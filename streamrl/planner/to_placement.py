@@ -14,6 +14,7 @@ from streamrl.config.cross_checks import find_conflict_at_any_size
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import (
+    CRITIC_ROLES,
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
@@ -45,7 +46,6 @@ from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_ac
 from streamrl.planner.costs.cost_model import make_trainer_sizes
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.hybridflow import SplitRules
-from streamrl.planner.to_planner_problem import CRITIC_ROLES
 from streamrl.resharding.grids import RankGrid
 from streamrl.weights.config import SHARED_MEMORY
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_file import LazyTokenizer, PromptLimits, load_prompts
 from streamrl.data.training_files import open_training_files
-from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, REWARD_ROLES, CallKind
+from streamrl.dataflow import CRITIC_ROLES, POLICY, REWARD_ROLES, CallKind
 from streamrl.engines.models.model_shapes import ModelShape, add_adapter_params, load_model_shape
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length, read_vocab_size
@@ -20,8 +20,6 @@ from streamrl.planner.problem.workload import (
 )
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.model import ModelOptions
-
-CRITIC_ROLES = (CRITIC, COST_CRITIC)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from streamrl.algorithms import Algorithm, AlgorithmSettings, list_derivation_co
 from streamrl.algorithms.objective import derive_group_columns
 from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.messages import (
+    COLUMN_SPECS,
     EPISODE_COLUMN,
     Array,
     ColumnAxis,
@@ -23,7 +24,7 @@ from streamrl.messages import (
     sum_over_samples,
 )
 
-TOKEN_COLUMNS = ("token_ids", "loss_mask", "generator_logprobs", "policy_version", "ref_logprobs")
+TOKEN_COLUMNS = tuple(n for n, spec in COLUMN_SPECS.items() if spec.axis is ColumnAxis.TOKEN)
 """Columns of a group that a loss may read per token; a batch omits columns that the group lacks."""
 
 

@@ -217,10 +217,6 @@ class TwoHeadedTask(PolicyTask):
     value_clip: float | None = None
     value_coef: float = 1.0
 
-    @property
-    def token_columns(self) -> tuple[str, ...]:
-        return (*super().token_columns, "values")
-
     def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
         return load_two_headed_model(
             self.model_path, dtype=dtype, options=self.options, on_meta=on_meta

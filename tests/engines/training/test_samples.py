@@ -139,7 +139,7 @@ def test_a_shared_critic_weighs_episodes_as_the_policy_does(seed):
         picks = [
             (uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))
         ]
-        names = (*TOKEN_COLUMNS, "values", "logprobs", "entropy")
+        names = (*TOKEN_COLUMNS, "logprobs", "entropy")
         derived = derive_columns(config.spec, chosen, groups)
         batch = build_batch(groups, picks, derived=derived, token_columns=names)
         batch["trained_values"] = batch["logprobs"]
