@@ -216,6 +216,14 @@ def is_outage(error: BaseException) -> bool:
     return origin is not None and is_outage(origin)
 
 
+def describe_failure(error: BaseException) -> str:
+    """Return in one line why a request to a service failed."""
+    if status := _find_status(error):
+        return f"HTTP status {status}"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"nobody answers ({reason})" if is_outage(error) else reason
+
+
 def _find_status(error: BaseException) -> Any:
     """Return the HTTP status that a client's error has; None without any."""
     for place in ("response.status_code", "status"):

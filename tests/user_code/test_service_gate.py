@@ -12,7 +12,7 @@ import httpx
 import pytest
 import requests
 
-from streamrl.user_code.service_gate import is_outage
+from streamrl.user_code.service_gate import describe_failure, is_outage
 
 LINGER_0 = struct.pack("ii", 1, 0)
 
@@ -98,7 +98,10 @@ def test_errors_of_every_client_show_whether_a_service_is_out(
     get, verdicts = CLIENTS[client], {}
     for name, (answer, _) in ANSWERS.items():
         with serve(answer) as address:
-            verdicts[name] = is_outage(catch_error(get, f"http://{address}/"))
+            error = catch_error(get, f"http://{address}/")
+        verdicts[name] = is_outage(error)
+        reason = f"HTTP status {name}" if name.isdigit() else "nobody answers ("
+        assert describe_failure(error).startswith(reason)
     assert verdicts == {name: expected for name, (_, expected) in ANSWERS.items()}
     with serve(send_nothing) as address:
         assert is_outage(catch_error(get, f"https://{address}/"))

@@ -324,7 +324,6 @@ class EnvironmentProbe:
             RANDOM: make_random_policy(make_environment_seed(1, prompt.uid)),
             ORACLE: ask_oracle,
         }
-        timeout_s = self._config.episode_timeout_s
         try:
             record.end = await play_text_episode(
                 self._config,
@@ -332,7 +331,7 @@ class EnvironmentProbe:
                 prompt,
                 functions[policy],
                 observer=record,
-                timeout_s=timeout_s,
+                timeout_s=self._config.episode_timeout_s,
             )
             record.events.append(("score", record.end.score))
         except EpisodeError as error:

@@ -50,6 +50,7 @@ from streamrl.messages import (
     describe_prompt,
 )
 from streamrl.rewards.metric_means import MetricSums
+from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.service_gate import ServiceGate, get_gate, wait_out_outages
 
 
@@ -395,12 +396,7 @@ class EpisodeDriver:
             finally:
                 on_finished()
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(run(request)) for request in requests]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        results = [task.result() for task in running]
+        results = await map_concurrently(run, requests, most=len(requests))
         episodes = [result for result in results if isinstance(result, Episode)]
         return episodes, [result for result in results if isinstance(result, EpisodeError)]
 

@@ -29,7 +29,7 @@ PolicyReply = str | WrittenCall
 """Text of a turn, or a tool call."""
 Policy = Callable[[Sequence[Message], Sequence[ToolSchema]], Awaitable[PolicyReply]]
 """Function that returns the next turn of a conversation."""
-CALL_RULE = "expected name(argument=value), ..."
+CALL_RULE = "write calls as name(argument=value), ..., with Python literals as values"
 _CALL_START = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")
 
 
@@ -113,19 +113,16 @@ def parse_turn(turn: PolicyReply, tools: Sequence[ToolSchema]) -> Reply:
 def _read_text_calls(text: str) -> list[WrittenCall]:
     """Parse calls such as add(a=1, b=2), stop() without evaluating anything."""
     try:
-        listed = ast.parse(f"[{text}]", mode="eval").body
-        if not (isinstance(listed, ast.List) and listed.elts):
-            raise ValueError("no list of calls")
-        calls: list[Any] = list(listed.elts)
+        listed: Any = ast.parse(f"[{text}]", mode="eval").body
         return [
             WrittenCall(0, len(text), ast.unparse(call.func), _read_keywords(call))
-            for call in calls
+            for call in listed.elts
         ]
-    except (SyntaxError, ValueError, MemoryError, RecursionError, AttributeError) as error:
-        return [WrittenCall(0, len(text), error=f"{CALL_RULE}: {error}")]
+    except (SyntaxError, ValueError, MemoryError, RecursionError, AttributeError):
+        return [WrittenCall(0, len(text), error=CALL_RULE)]
 
 
 def _read_keywords(call: Any) -> dict[str, Any]:
     if call.args or any(keyword.arg is None for keyword in call.keywords):
-        raise ValueError("an argument has no name")
+        raise ValueError
     return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}

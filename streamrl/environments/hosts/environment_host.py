@@ -50,6 +50,7 @@ from streamrl.environments.tool_sources.python_tools import (
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, ServiceOutageError
 from streamrl.files.optional_package import import_optional
 from streamrl.messages import Prompt
+from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.service_gate import is_silent
 
 
@@ -112,17 +113,14 @@ class ToolSources:
         opened: gets the session of each tool, by name, also if another source fails.
         """
 
-        async def open_source(source: ToolSource, tools: Sequence[ToolSchema]) -> None:
-            session = await source.open(deadline)
-            opened.update((get_tool_name(tool), session) for tool in tools)
+        async def open_source(listed: tuple[ToolSource, Sequence[ToolSchema]]) -> None:
+            source, tools = listed
+            if tools:
+                session = await source.open(deadline)
+                opened.update((get_tool_name(tool), session) for tool in tools)
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for source, tools in await self._list_by_source(deadline):
-                    if tools:
-                        tasks.create_task(open_source(source, tools))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        sources = await self._list_by_source(deadline)
+        await map_concurrently(open_source, sources, most=len(sources))
 
 
 def _make_source(config: ToolConfig, max_reply_chars: int) -> ToolSource:

@@ -7,7 +7,6 @@ Hanging calls: a sync method past its deadline cannot be stopped. Its host takes
 until the call returns, and a further host is started.
 """
 
-import asyncio
 import itertools
 import logging
 import math
@@ -31,6 +30,7 @@ from streamrl.environments.interface import (
 )
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, EpisodeTimeoutError
 from streamrl.messages import Prompt
+from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.pool.pool import (
     START_TIMEOUT_S,
     PoolSettings,
@@ -142,12 +142,10 @@ async def start_pools(config: EnvironmentConfig) -> dict[str, EnvironmentHostPoo
     """
     pools = {name: EnvironmentHostPool(config.select(name)) for name in config.specs}
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for pool in pools.values():
-                tasks.create_task(pool.start())
-    except ExceptionGroup as errors:
+        await map_concurrently(EnvironmentHostPool.start, [*pools.values()], most=len(pools))
+    except Exception:
         await close_pools(pools)
-        raise errors.exceptions[0] from None
+        raise
     return pools
 
 

@@ -32,7 +32,7 @@ from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.messages import Prompt, describe_prompt
-from streamrl.user_code.service_gate import is_outage
+from streamrl.user_code.service_gate import describe_failure, is_outage
 
 ROW_KEY = "environment_options"
 """Key of `extra_info` under which a row has options of its own."""
@@ -210,7 +210,7 @@ class OpenEnvEnvironment:
         except (OSError, ValueError, WebSocketException) as error:
             is_out = isinstance(error, OSError | InvalidMessage) or is_outage(error)
             kind = EpisodeOutageError if is_out else EpisodeError
-            raise kind(f"{self._url}: no connection: {error}") from error
+            raise kind(f"{self._url}: no connection: {describe_failure(error)}") from error
 
     async def _exchange(
         self, message: Mapping[str, Any], *, is_first: bool = False
@@ -233,8 +233,10 @@ class OpenEnvEnvironment:
                 return {"type": "error", "data": {"code": CAPACITY_REACHED}}
             # Without a closing frame the server, or the way to it, is gone.
             kind = EpisodeError if error.rcvd is not None else EpisodeOutageError
-            raise kind(f"{self._url}: connection lost: {error}") from error
-        answer = json.loads(text)
+            raise kind(f"{self._url}: connection lost: {error.rcvd or 'no answer'}") from error
+        answer: Any = None
+        with contextlib.suppress(ValueError):
+            answer = json.loads(text)
         if not (isinstance(answer, dict) and isinstance(answer.get("data"), dict)):
             raise EpisodeError(f"{self._url}: not OpenEnv's protocol: {text!r:.200}")
         return answer

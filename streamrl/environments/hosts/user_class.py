@@ -150,10 +150,11 @@ def _find_methods(class_object: type, file: str, label: str) -> dict[str, FileFu
 
 def _check_options(constructor: FileFunction, options: Mapping[str, Any], section: str) -> None:
     """Raise ConfigError for an option that is missing, or that the constructor does not take."""
-    try:
-        inspect.Signature([*constructor.parameters.values()]).bind(**options)
-    except TypeError as error:
+    known = {*options} if constructor.has_var_keyword else constructor.keyword_names
+    problems = [f"{name}: no such parameter" for name in options if name not in known]
+    problems += [f"{name}: missing" for name in sorted(constructor.required_names - {*options})]
+    if problems:
         raise ConfigError(
-            f"{section}.options: {error}: {constructor.name} in {constructor.file} has parameters"
-            f" ({constructor.signature_text})"
-        ) from None
+            f"{section}.options.{problems[0]}: {constructor.name} in {constructor.file} has"
+            f" parameters ({constructor.signature_text})"
+        )

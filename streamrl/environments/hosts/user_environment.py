@@ -198,9 +198,6 @@ class UserEnvironment:
         messages = () if observation is None else self.to_messages("reset", observation)
         return ResetResult(messages, self.description.tools)
 
-    async def step(self, reply: Reply) -> EnvironmentStep:
-        raise NotImplementedError
-
     async def score(self, episode: EpisodeSummary) -> float:
         if not self.description.has_score:
             return sum(episode.rewards)

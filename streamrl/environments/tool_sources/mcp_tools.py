@@ -34,7 +34,7 @@ from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
-from streamrl.user_code.service_gate import UNAVAILABLE_STATUSES, is_outage
+from streamrl.user_code.service_gate import describe_failure, is_outage
 
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 300.0
@@ -109,11 +109,12 @@ class McpSession:
                 self._kill_process()
         # The package raises what its tasks met, also in groups: any of it ends the session.
         except Exception as error:  # noqa: BLE001
-            self._is_out = bool(self._config.url) and self._is_outage(error)
+            has_lost_session = self._opened.done() and self._refusal == HTTPStatus.NOT_FOUND
+            self._is_out = bool(self._config.url) and (is_outage(error) or has_lost_session)
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             if not (isinstance(error, MCPError) and error.code == CONNECTION_CLOSED):
-                self._failure = f"{type(error).__name__}: {error}".removesuffix(": ")
+                self._failure = describe_failure(error)
         finally:
             self._kill_process()
 
@@ -160,11 +161,6 @@ class McpSession:
         )
         async with client, streamable_http_client(config.url, http_client=client) as streams:
             yield streams
-
-    def _is_outage(self, error: BaseException) -> bool:
-        """Return whether nobody answers, or nobody knows the session of an open connection."""
-        has_lost_session = self._opened.done() and self._refusal == HTTPStatus.NOT_FOUND
-        return is_outage(error) or self._refusal in UNAVAILABLE_STATUSES or has_lost_session
 
     async def _check_response(self, response: httpx2.Response) -> None:
         """End the session if the server refuses a request, as after it has lost the session.

@@ -264,7 +264,7 @@ async def probe_isolation(spec: JailSpec) -> str | None:
             if not jail.measure_memory():
                 return "/proc does not show the memory of the program"
         except (JailError, JailLostError, MemoryLimitError, TimeoutError) as error:
-            return f"{type(error).__name__} {error}".strip()
+            return str(error) or "the probe ended its jail"
         finally:
             if jail is not None:
                 await jail.kill()

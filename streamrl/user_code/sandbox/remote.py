@@ -17,7 +17,7 @@ from streamrl.user_code.sandbox.program import (
     StdinTest,
 )
 from streamrl.user_code.sandbox.verdicts import compare_output
-from streamrl.user_code.service_gate import is_outage, is_silent, request_service
+from streamrl.user_code.service_gate import describe_failure, is_outage, is_silent, request_service
 
 MAX_REQUESTS = 64
 TIMEOUT_SLACK_S = 10.0
@@ -94,10 +94,11 @@ class RemoteSandbox:
         except httpx.ReadTimeout:
             late = ServiceOutageError if await is_silent(self._url) else RewardTimeoutError
             raise late(f"{self._url}: no reply in {self._client.timeout.read:g} s") from None
-        except (httpx.HTTPError, ValueError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+        except httpx.HTTPError as error:
             kind = ServiceOutageError if is_outage(error) else RewardInfraError
-            raise kind(f"{self._url}: {reason}") from None
+            raise kind(f"{self._url}: {describe_failure(error)}") from None
+        except ValueError:
+            raise RewardInfraError(f"{self._url}: the reply is not JSON") from None
         if not isinstance(reply, dict) or reply.get("status") not in ("Success", "Failed"):
             message = reply.get("message") if isinstance(reply, dict) else reply
             raise RewardInfraError(f"{self._url}: the sandbox failed: {message}")

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.check_environment import EpisodeRecord, stay_silent
-from streamrl.environments.episodes.text_episode import parse_turn, play_text_episode
+from streamrl.environments.episodes.text_episode import CALL_RULE, parse_turn, play_text_episode
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import EpisodeError
@@ -73,6 +73,9 @@ async def test_an_observation_without_a_message_is_refused_as_by_a_models_render
         ("add(a=1", [("", {}, CallOutcome.MALFORMED)]),
         ("add(a=1) is what I call", [("", {}, CallOutcome.MALFORMED)]),
         ("add(a=1)] + [", [("", {}, CallOutcome.MALFORMED)]),
+        ("add(a=1)], [add(a=2)", [("", {}, CallOutcome.MALFORMED)]),
+        ("add(1)", [("", {}, CallOutcome.MALFORMED)]),
+        ("add(a=b)", [("", {}, CallOutcome.MALFORMED)]),
         ("(3)", []),
         ("the sum (3)", []),
     ],
@@ -81,6 +84,7 @@ def test_text_that_begins_as_a_call_is_a_tool_call(text, calls):
     reply = parse(text)
     assert [(call.name, call.arguments, call.outcome) for call in reply.calls] == calls
     is_kept = not calls or calls[0][2] is CallOutcome.MALFORMED
+    assert not (calls and is_kept) or CALL_RULE in reply.calls[0].error
     assert reply.text == (text if is_kept else "")
 
 

@@ -102,8 +102,11 @@ class Mine:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "options: missing a required argument: 'size': Mine in {path} has parameters (size"),
-        ({"size": 4, "word": "a"}, "options: got an unexpected keyword argument 'word': Mine in"),
+        ({}, "options.size: missing: Mine in {path} has parameters (size, *, words=())"),
+        (
+            {"size": 4, "word": "a"},
+            "options.word: no such parameter: Mine in {path} has parameters",
+        ),
     ],
 )
 @pytest.mark.parametrize("section", ["environment", "environment.named.guess"])
