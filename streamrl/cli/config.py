@@ -24,6 +24,7 @@ from streamrl.algorithms.table import DEFAULT_SETTINGS
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
+from streamrl.files.printable_text import format_quantity
 from streamrl.files.typed_settings import format_yaml, suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.registry import REWARD_KINDS, RewardKind
@@ -111,7 +112,7 @@ def show_graph(config: RunConfig) -> str:
     """
     flow = config.dataflow
     lookahead = min(config.pipeline.max_steps_ahead, config.pipeline.max_staleness)
-    size = f"{len(flow.calls)} stages, versions at most {lookahead} behind"
+    size = f"{format_quantity(len(flow.calls), 'stage')}, versions at most {lookahead} behind"
     lines = [f"{config.algorithm.name}: {size}", ""]
     width = max(len(stage) for stage in (*flow.stages, "  produces")) + 2
     for call in flow.ordered_calls:
@@ -124,7 +125,7 @@ def show_graph(config: RunConfig) -> str:
         f"{source} -> {target}": ", ".join(dict.fromkeys(graph.edges[source, target]["columns"]))
         for source, target in graph.edges
     }
-    later = f"{lookahead + 1} step{'s' if lookahead else ''} later"
+    later = f"{format_quantity(lookahead + 1, 'step')} later"
     for trainer, call in flow.version_edges:
         edges[f"{trainer.stage} -> {call.stage}"] = f"version of {call.followed_role}, {later}"
     widest = max(map(len, edges), default=0)

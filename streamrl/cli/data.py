@@ -20,6 +20,7 @@ from streamrl.data.config import DataConfig, DataFile
 from streamrl.data.prompt_file import ClassifiedRow, PromptFile, PromptLimits, RowStatus
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length, read_vocab_size
+from streamrl.files.printable_text import format_quantity
 from streamrl.telemetry.progress import ProgressLine, show_progress
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         nargs="*",
+        default=[],
         type=parse_nonempty,
         metavar="FILE",
         help="prompt file (default: the config's)",
@@ -191,7 +193,8 @@ def _make_limits(recipe: ConfigSections, model: str, *, has_config: bool) -> Pro
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:
     """Format the report on a prompt file: rows by status, prompt lengths, messages on bad rows."""
     used = report.status_counts[RowStatus.KEPT]
-    lines = [f"{report.path}: {report.num_rows} rows, {used} of them usable"]
+    rows = format_quantity(report.num_rows, "row")
+    lines = [f"{report.path}: {rows}, {used} of them usable"]
     facts: dict[str, Any] = {
         "sources": ", ".join(f"{name or '(none)'} {n}" for name, n in report.sources.items()),
         "prompts": report.lengths

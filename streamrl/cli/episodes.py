@@ -15,7 +15,7 @@ import msgspec
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_run_dir
 from streamrl.errors import ConfigError
-from streamrl.files.printable_text import make_printable
+from streamrl.files.printable_text import format_quantity, make_printable
 from streamrl.telemetry.progress import show_progress
 from streamrl.telemetry.rollout_log import (
     PROMPT,
@@ -41,7 +41,7 @@ def print_groups(groups: Sequence[RecordedGroup]) -> None:
 
 def _describe_group(group: RecordedGroup) -> Iterator[str]:
     mean = f"mean score {group.mean_score:.3g}"
-    size = _count(len(group.rollouts), "rollout")
+    size = format_quantity(len(group.rollouts), "rollout")
     environment = f", environment {group.environment}" if group.environment else ""
     yield f"step {group.step}, uid {group.uid}{environment}: {size}, {mean}"
     if group.ground_truth not in (None, ""):
@@ -95,7 +95,7 @@ def _list_facts(rollout: RecordedRollout) -> Iterator[str]:
 
 
 def _describe_turn(turn: RecordedTurn, numbers: Iterator[int]) -> str:
-    size = "" if turn.tokens is None else f" ({_count(turn.tokens, 'token')})"
+    size = "" if turn.tokens is None else f" ({format_quantity(turn.tokens, 'token')})"
     if turn.source != SAMPLED:
         return f"{turn.source}{size}"
     if turn.tokens is None:
@@ -105,10 +105,6 @@ def _describe_turn(turn: RecordedTurn, numbers: Iterator[int]) -> str:
     versions = [version for version, _ in turn.versions]
     facts += [_format_versions(min(versions), max(versions))] if versions else []
     return f"turn {next(numbers)}{size}: {', '.join(facts)}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _format_versions(oldest: int, newest: int) -> str:
@@ -177,8 +173,8 @@ def _select_groups(arguments: argparse.Namespace) -> list[RecordedGroup]:
     chosen = [*groups]
     if not chosen:
         raise ConfigError(
-            f"{run_dir}: no such rollouts are recorded; {ROLLOUTS_FOLDER}/ has {len(steps)} steps"
-            f" from {steps[0]} to {steps[-1]}"
+            f"{run_dir}: no such rollouts are recorded; {ROLLOUTS_FOLDER}/ has"
+            f" {format_quantity(len(steps), 'step')} from {steps[0]} to {steps[-1]}"
         )
     return chosen
 

@@ -26,6 +26,7 @@ from streamrl.environments.episodes.driver import make_environment_seed
 from streamrl.environments.episodes.start_driver import start_episode_driver
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import make_trusted_env, read_model_length, read_vocab_size
+from streamrl.files.printable_text import format_quantity
 from streamrl.files.typed_settings import check_settings
 from streamrl.messages import Columns, Prompt, rollouts_to_columns
 from streamrl.rewards.interface.completion import decode_rollouts
@@ -290,7 +291,9 @@ def _print_result(
             fields[key] = {name: _result_to_dict(part) for name, part in parts.items()}
         print(json.dumps(fields))
         return
-    print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
+    prompts = format_quantity(result.num_prompts, "prompt")
+    samples = format_quantity(result.samples, "sample")
+    print(f"{model}: {prompts} x {samples} in {seconds:.1f} s")
     longest = config.generator.max_new_tokens
     print(f"  scored by {', '.join(rewards)}; at most {longest} new tokens")
     intervals = _collect_intervals(result)
@@ -308,7 +311,8 @@ def _print_result(
             metrics = ", ".join(
                 f"{key} {value:.4f}" for key, value in _collect_scores(part).items()
             )
-            print(f"  {kind} {name or '(none)'}: {metrics} over {part.num_prompts} prompts")
+            over = format_quantity(part.num_prompts, "prompt")
+            print(f"  {kind} {name or '(none)'}: {metrics} over {over}")
 
 
 def _result_to_dict(result: EvaluationResult) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import takewhile
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from streamrl import __version__
 from streamrl.actors.launch.fork_server import start_fork_server
+from streamrl.cli.arguments.arg_types import parse_number, parse_whole_number
 from streamrl.cli.run_setup.signals import INTERRUPTS
 from streamrl.errors import ConfigError, StreamError
 from streamrl.files.printable_text import make_printable
@@ -44,7 +45,12 @@ FORKING_COMMANDS = ("train",)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Argument parser that prints errors on one line."""
+    """Argument parser that prints errors on one line, in words of this package."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register("type", int, parse_whole_number)
+        self.register("type", float, parse_number)
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -17,6 +17,7 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path, parse_r
 from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
+from streamrl.files.printable_text import format_quantity
 from streamrl.planner.calibration import advice
 from streamrl.planner.calibration.run_trace import load_run_trace
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
@@ -164,17 +165,20 @@ def describe_ledger(run_dir: Path, audit: LedgerAudit) -> list[str]:
     balance = f"{counts}{', which does not balance' if problems else ''}"
     last = f", the last entry at {_format_time(audit.last_time)}" if audit.last_time else ""
     drops = ", ".join(f"{cause} {count}" for cause, count in counts.drops)
+    steps = format_quantity(audit.num_steps, "step")
     lines = [
-        f"{run_dir}: {audit.num_steps} steps, {audit.num_starts} starts{last}",
+        f"{run_dir}: {steps}, {format_quantity(audit.num_starts, 'start')}{last}",
         f"ledger      {balance}",
         f"drops       {drops or 'none'}",
     ]
     for epoch, parts in audit.counts_by_epoch.items():
         trained, in_flight = parts["trained"], parts["in_flight"]
-        lines.append(f"epoch {epoch:<6}{trained} prompts trained, {in_flight} in flight")
+        lines.append(
+            f"epoch {epoch:<6}{format_quantity(trained, 'prompt')} trained, {in_flight} in flight"
+        )
     if audit.in_flight:
         lines.append(f"in flight   {' '.join(_truncate_list(audit.in_flight))}")
-    once = f"{counts.trained} uids, each exactly once"
+    once = f"{format_quantity(counts.trained, 'uid')}, each exactly once"
     lines.append(f"trained     {'not each uid exactly once:' if problems else once}")
     return [*lines, *(f"problem     {problem}" for problem in _truncate_list(problems))]
 

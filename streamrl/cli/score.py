@@ -23,6 +23,7 @@ from streamrl.data.config import DataFile
 from streamrl.data.indexed_table import open_table
 from streamrl.data.prompt_file import iterate_records, load_data_rows, make_prompt
 from streamrl.errors import ConfigError, RewardError
+from streamrl.files.printable_text import format_quantity
 from streamrl.files.python_module import split_reference
 from streamrl.messages import Prompt, parse_uid
 from streamrl.rewards.interface.config import RewardConfig
@@ -183,8 +184,9 @@ def _read_records(path: str) -> Iterator[tuple[str, CompletionRecord]]:
             raise row
         try:
             yield where, msgspec.convert(row, CompletionRecord)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {error}") from None
+        except msgspec.ValidationError:
+            rule = 'must be {"index": number of a row, "completion": text}'
+            raise ConfigError(f"{where}: {json.dumps(row)[:80]}: {rule}") from None
 
 
 async def _score_groups(
@@ -296,7 +298,8 @@ def format_score_summary(
     duration of the command.
     """
     verdicts = _format_counts(line["verdict"] for line in lines)
-    rows = {f"{len(lines)} completions": f"in {seconds:.1f} s: {verdicts}"}
+    title = f"{format_quantity(len(lines), 'completion')} in {seconds:.1f} s: {verdicts}"
+    rows: dict[str, str] = {}
     columns: defaultdict[str, list[float | None]] = defaultdict(list)
     outcomes: defaultdict[str, list[str]] = defaultdict(list)
     for line in lines:
@@ -314,12 +317,12 @@ def format_score_summary(
         rows[f"source {source or '(none)'}"] = f"mean {mean}: {words}"
     rows["seconds"] = _format_seconds(lines)
     kills = {cause: count for cause, count in counts.items() if cause.startswith("scorer/")}
-    rows |= {cause: f"{count} processes" for cause, count in kills.items()}
+    rows |= {cause: format_quantity(count, "time") for cause, count in kills.items()}
     if failed := [line for line in lines if line["score"] is None]:
         causes = _format_counts(line["cause"] for line in failed)
         rows["not scored"] = f"{causes}; first: {failed[0]['error']}"
     width = max(map(len, rows))
-    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+    return [title, *(f"{name:<{width}}  {text}" for name, text in rows.items())]
 
 
 def _list_numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:

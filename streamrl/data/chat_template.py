@@ -23,6 +23,7 @@ from streamrl.files.hf_config import (
     make_untrusted_error,
     read_eos_token_ids,
 )
+from streamrl.files.typed_settings import describe_read_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,7 +168,7 @@ def load_chat_template(
     except (OSError, ValueError) as error:  # such as several named templates without a default
         raise ConfigError(
             f"{setting}={name}: must be {MODEL_TEMPLATE}, {PLAIN_TEMPLATE} or a"
-            f" jinja file: {_format_error(error)}"
+            f" jinja file: {describe_read_error(error)}"
         ) from error
     sources = {source} if tools_source is None else {source, tools_source}
     for text in sources:

@@ -73,7 +73,7 @@ FILE_KEYS = tuple(setting.name for setting in dataclasses.fields(FileSettings))
 class DataConfig:
     """Prompt files, and the treatment of prompts that are too long.
 
-    train: training prompts: a file, a mapping of DataFile's keys (path, weight, split, prompt_key,
+    train: training prompts: a file, a mapping (path, weight, split, prompt_key,
         label_key, template, filter, name), or a list of files and mappings.
     eval: evaluation prompts in the same form, without weights; may be empty.
     pretrain: file of texts (column `text`) for algorithm.ptx_coef; may be empty.
@@ -160,8 +160,8 @@ class DataConfig:
 def parse_data_files(value: Any, *, key: str) -> tuple[DataFile, ...]:
     """Parse the value of data.train or data.eval to data files.
 
-    value: a path, a mapping of DataFile's keys, or a list of these. key: config key of the value.
-    Raises a one-line ConfigError with key, value and rule, or with the nearest valid key.
+    value: a path, a mapping of the keys of FileSettings, or a list of these. key: config key of the
+    value. Raises a one-line ConfigError with key, value and rule, or with the nearest valid key.
     """
     if not value:
         return ()

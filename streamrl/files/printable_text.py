@@ -1,4 +1,4 @@
-"""Text of models, tools and rows, as a terminal may show it."""
+"""Text for the terminal: quantities; words of models, tools and rows, as it may show them."""
 
 _CONTROL_PICTURES = 0x2400
 """Code point of the picture of control character 0."""
@@ -9,6 +9,11 @@ _UNPRINTABLE = {
 } | dict.fromkeys(
     (0x7F, *range(0x80, 0xA0), *range(0xD800, 0xE000), *_DIRECTION_CONTROLS), "\ufffd"
 )
+
+
+def format_quantity(number: int, noun: str) -> str:
+    """Format a number of things: 1 row, 2 rows."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def make_printable(text: str) -> str:

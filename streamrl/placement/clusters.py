@@ -101,8 +101,8 @@ class NodeGroup:
     def __post_init__(self) -> None:
         if self.devices_per_node < 1 or self.num_nodes < 1:
             raise ConfigError(
-                f"{self.num_nodes} nodes of {self.devices_per_node} {self.device.name}:"
-                " must be at least 1 of each"
+                f"nodes={self.num_nodes}, devices of a node={self.devices_per_node}: must be at"
+                " least 1"
             )
 
     @property

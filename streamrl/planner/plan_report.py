@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.config.run_config import RunConfig
+from streamrl.files.printable_text import format_quantity
 from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
 from streamrl.planner.search.planner import (
     BoundOptimum,
@@ -67,11 +68,12 @@ def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
         filtered = f"; {100 * workload.filtered_fraction:.3g}% of all groups are filtered"
     models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
     return (
-        f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.num_devices}"
-        f" devices): {models}\n"
+        f"{config.algorithm.name} on {problem.cluster}"
+        f" ({format_quantity(problem.cluster.num_devices, 'device')}): {models}\n"
         f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
         f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
-        f" {workload.lengths.max_tokens}){episodes}, {workload.num_updates} updates{filtered}"
+        f" {workload.lengths.max_tokens}){episodes}, "
+        f"{format_quantity(workload.num_updates, 'update')}{filtered}"
     )
 
 

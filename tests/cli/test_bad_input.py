@@ -302,6 +302,9 @@ def empty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["scale", "{run}", "--generators", "0"], "--generators 0: must be 1 or more"),
         (["scale", "{run}", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),
+        (["data"], "the following arguments are required: action (see"),
+        (["plan", *PLAN_ARGS, "--prompt-tokens", "x"], "--prompt-tokens: x: must be a number"),
+        (["plan", *PLAN_ARGS, "--seed", "1.5"], "--seed: 1.5: must be a whole number"),
         (["config", "--json"], "unrecognized arguments: --json (see streamrl config --help)"),
         ([], "COMMAND"),
         # An empty word never means the working directory.

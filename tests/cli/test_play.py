@@ -109,7 +109,7 @@ def test_a_config_of_a_check_may_consist_of_the_environment_alone(play, tmp_path
     (tmp_path / "mine.yaml").write_text("environment: {max_turns: 2}")
     (tmp_path / "patient.py").write_text(GUESS.replace("int(reply.text)", "64"))
     code, out, _ = play("patient.py", "--check", "--config", "mine.yaml", "--rows", "1")
-    assert code == 0 and "ok    silent       1 episodes, 2.0 turns" in out
+    assert code == 0 and "ok    silent       1 episode, 2.0 turns" in out
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_the_ledger_with_drops_and_epochs_is_printed(report: Report, tmp_path: P
     write_run_log(tmp_path, four_groups)
     code, text = report()
     assert code == 0
-    assert "1 steps, 1 starts" in text
+    assert "1 step, 1 start" in text
     assert "admitted 5 = trained 2 + filtered 1 + dropped 1 + in flight 1\n" in text
     assert "drops       reward_error 1\n" in text
     assert "epoch 0     2 prompts trained, 1 in flight\n" in text

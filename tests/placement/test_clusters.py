@@ -49,7 +49,7 @@ def test_cluster_text_round_trips_and_every_device_has_a_node(groups: list[NodeG
     [
         ("8xH1000", "device H1000: not in the table; the nearest device is H100"),
         ("H100", "'H100' is not written like 8xH100"),
-        ("0xH100", "cluster 0xH100: 1 nodes of 0 H100: must be at least 1 of each"),
+        ("0xH100", "cluster 0xH100: nodes=1, devices of a node=0: must be at least 1"),
         ("12xH100", "do not fill nodes of 8; give the number of nodes, as in 2x6xH100"),
         ("8xH100@fastGb", "is not written like"),
         ("9999999x8xH100", "must be at most"),

@@ -21,6 +21,20 @@ def parse_path(word: str) -> Path:
     return Path(parse_nonempty(word))
 
 
+def parse_whole_number(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word}: must be a whole number") from None
+
+
+def parse_number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word}: must be a number") from None
+
+
 def parse_run_dir(word: str) -> Path:
     path = parse_path(word)
     try:

@@ -14,8 +14,7 @@ from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import REWARD_ROLES
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import MIB, parse_json, read_small_text
-from streamrl.files.typed_settings import describe_read_error
+from streamrl.files.bounded_read import MIB, parse_json, read_small_text, wrap_file_errors
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.calibration.run_trace import load_run_trace
 from streamrl.planner.costs.constants import CostConstants
@@ -39,6 +38,7 @@ MAX_LENGTHS_BYTES = 16 * MIB
 HOUR_S = 3600.0
 Length = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 Lengths = Annotated[list[Length], msgspec.Meta(min_length=1)]
+LENGTH_RULE = "whole numbers of tokens, from 1 to 1,000,000,000"
 Median = Annotated[float, msgspec.Meta(le=1_000_000_000)]
 LENGTHS_HELP = (
     "completion lengths: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run"
@@ -196,19 +196,20 @@ def read_lengths(text: str, config: RunConfig) -> LengthDistribution:
 def _parse_lengths(text: str, limit: int) -> LengthDistribution:
     """Parse fixed:N, lognormal:MEDIAN:SIGMA or a file of numbers."""
     kind, *numbers = text.split(":")
-    is_named = kind in ("fixed", "lognormal") and not os.path.exists(text)
     try:
-        if is_named:
+        if kind in ("fixed", "lognormal") and not os.path.exists(text):
+            rule = f"write fixed:N or lognormal:MEDIAN:SIGMA; lengths are {LENGTH_RULE}"
             loaded: Any = list(map(float, numbers))
             if kind == "fixed":
                 return make_fixed_lengths(*msgspec.convert(loaded, tuple[Length], strict=False))
             return LognormalLengths(*msgspec.convert(loaded, tuple[Median, float]), limit)
-        words = read_small_text(Path(text), most_bytes=MAX_LENGTHS_BYTES)
+        rule = f"must hold lengths, which are {LENGTH_RULE}, with blanks between or as a JSON list"
+        with wrap_file_errors(f"--lengths {text}"):
+            words = read_small_text(Path(text), most_bytes=MAX_LENGTHS_BYTES)
         is_json = words.lstrip().startswith("[")
         loaded = parse_json(words) if is_json else list(map(float, words.split()))
         return EmpiricalLengths.from_samples(msgspec.convert(loaded, Lengths, strict=False))
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
-        form = "; write fixed:N or lognormal:MEDIAN:SIGMA" if is_named else ""
-        raise ConfigError(f"--lengths {text}: {describe_read_error(error)}{form}") from None
+    except ValueError:
+        raise ConfigError(f"--lengths {text}: {rule}") from None

@@ -44,6 +44,7 @@ from streamrl.environments.tool_calls.tool_schema import (
     get_tool_name,
 )
 from streamrl.errors import ConfigError, EpisodeError
+from streamrl.files.printable_text import format_quantity
 from streamrl.messages import FinishReason, Prompt, describe_prompt
 from streamrl.user_code.checks import format_value
 
@@ -354,7 +355,7 @@ class EnvironmentProbe:
                     " reset(row, seed), or a group compares different tasks",
                 )
         return Finding(
-            "ok", "same seed", f"{len(records)} episodes are equal when they are repeated"
+            "ok", "same seed", f"{format_quantity(len(records), 'episode')}: equal when repeated"
         )
 
     async def _compare_together(self, alone: Sequence[EpisodeRecord]) -> Finding:
@@ -403,20 +404,22 @@ def describe_episodes(policy: str, records: Sequence[EpisodeRecord]) -> Finding:
             "fail",
             policy,
             f"{len(failed)} of {len(records)} episodes failed, {describe_prompt(first.prompt)}"
-            f" after {first.num_turns} turns: {first.error}; a run repeats such episodes, then"
-            f" drops their group: {late or 'answer a bad reply by an observation or a low reward'}",
+            f" after {format_quantity(first.num_turns, 'turn')}: {first.error}; a run repeats such"
+            " episodes, then drops their group:"
+            f" {late or 'answer a bad reply by an observation or a low reward'}",
         )
     turns = fmean(record.num_turns for record in records)
     ends = [record.end for record in records if record.end]
     scores = [end.score for end in ends]
     reasons = ", ".join(sorted({end.reason.name.lower() for end in ends}))
     num_raised = sum(record.num_raised for record in records)
-    facts = [f"ends: {reasons}", f"{num_raised} calls raised" if num_raised else "", late]
+    raised = f"{format_quantity(num_raised, 'call')} raised"
+    facts = [f"ends: {reasons}", raised if num_raised else "", late]
     return Finding(
         "warn" if late else "ok",
         policy,
-        f"{len(records)} episodes, {turns:.1f} turns, scores {min(scores):g} to {max(scores):g},"
-        f" {'; '.join(filter(None, facts))}",
+        f"{format_quantity(len(records), 'episode')}, {turns:.1f} turns,"
+        f" scores {min(scores):g} to {max(scores):g}, {'; '.join(filter(None, facts))}",
     )
 
 

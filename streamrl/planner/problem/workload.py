@@ -41,8 +41,8 @@ class LognormalLengths:
         is_valid = 1 <= self.median < math.inf and 0 < self.sigma <= MAX_SIGMA
         if not is_valid or self.limit < 1:
             raise ConfigError(
-                f"lengths: lognormal:{self.median:g}:{self.sigma:g}: the median must be at least 1,"
-                f" sigma above 0 and at most {MAX_SIGMA}, the limit {self.limit} at least 1"
+                f"--lengths lognormal:{self.median:g}:{self.sigma:g}: the median must be at least"
+                f" 1, sigma above 0 and at most {MAX_SIGMA}, the limit {self.limit} at least 1"
             )
 
     @property
