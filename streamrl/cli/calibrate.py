@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from streamrl.cli.arguments.arg_types import parse_path, parse_run_dir
+from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind
@@ -199,7 +199,7 @@ def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) ->
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=parse_run_dir, metavar="RUN", help="run directory")
+    parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="run directory")
     add_run_cluster_argument(parser)
     parser.add_argument(
         "-o",

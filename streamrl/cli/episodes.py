@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_run_dir
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import format_quantity, make_printable
+from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.progress import show_progress
 from streamrl.telemetry.rollout_log import (
     PROMPT,
@@ -117,7 +118,7 @@ def _indent(text: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "streamrl episodes RUN [--step N | --last N | --uid UID] [--worst] [--json]"
-    parser.add_argument("run_dir", type=parse_run_dir, metavar="RUN", help="run directory")
+    parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="run directory")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=int, metavar="N", help="rollouts that step N trained")
     chosen.add_argument(
@@ -147,6 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _select_groups(arguments: argparse.Namespace) -> list[RecordedGroup]:
     """Read the groups of the chosen steps. Raises ConfigError if there are none."""
     run_dir: Path = arguments.run_dir
+    check_run_dir(run_dir)
     steps = list_recorded_steps(run_dir)
     if not steps:
         if any((run_dir / ROLLOUTS_FOLDER).glob("step_*.jsonl")):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.run_log import LedgerAudit, audit_run_log, read_history
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path, parse_run_dir
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.output_files import check_html_file, write_output_file
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
@@ -21,6 +21,7 @@ from streamrl.files.printable_text import format_quantity
 from streamrl.planner.calibration import advice
 from streamrl.planner.calibration.run_trace import load_run_trace
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
+from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.page.page import RunPage
 from streamrl.telemetry.page.run_record import RunReader
 from streamrl.telemetry.progress import show_progress
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "run_dirs",
-        type=parse_run_dir,
+        type=parse_path,
         nargs="*",
         metavar="RUN",
         help="run directory; report its bottleneck",
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ledger",
-        type=parse_run_dir,
+        type=parse_path,
         metavar="RUN",
         help="audit the run log of a run directory: the state of every admitted prompt",
     )
@@ -110,6 +111,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
 def _write_page(arguments: argparse.Namespace) -> int:
     path: Path = arguments.html
     check_html_file(path)
+    for run_dir in arguments.run_dirs:
+        check_run_dir(run_dir)
     page = RunPage([RunReader(path) for path in arguments.run_dirs], advice.BottleneckText())
     with show_progress(f"drawing {path}"):
         write_output_file("--html", path, page.render())
@@ -199,6 +202,7 @@ def _format_time(time_s: float) -> str:
 
 
 def _read_run_log(run_dir: Path) -> Iterator[LogEntry]:
+    check_run_dir(run_dir)
     folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
     if not os.path.isdir(folder):
         raise ConfigError(

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from streamrl.cli.arguments.arg_types import parse_run_dir
+from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import SERVING_ROLES
 from streamrl.errors import ConfigError
@@ -14,6 +14,7 @@ from streamrl.run_dir.control_requests import (
     START_MARGIN_S,
     request_scale,
 )
+from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.progress import show_progress
 
 OPTION_ROLES = {facts.label: role for role, facts in SERVING_ROLES.items()}
@@ -21,7 +22,7 @@ OPTION_ROLES = {facts.label: role for role, facts in SERVING_ROLES.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=parse_run_dir, metavar="RUN", help="run directory")
+    parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="run directory")
     for option, role in OPTION_ROLES.items():
         noun = f"{role.replace('_', ' ')} replicas" if option == role else option
         parser.add_argument(
@@ -55,7 +56,7 @@ def compute_timeout_s(run_dir: Path, counts: Mapping[str, int]) -> float:
 
     counts: replicas by option name. Raises ConfigError if the run or a role does not exist.
     """
-    config = load_config(run_dir, skips_dry_run=True)
+    config = load_config(check_run_dir(run_dir), skips_dry_run=True)
     for option in counts:
         if OPTION_ROLES[option] not in config.dataflow.calls_by_role:
             raise ConfigError(

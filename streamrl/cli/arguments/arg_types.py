@@ -3,9 +3,6 @@
 import argparse
 from pathlib import Path
 
-from streamrl.errors import ConfigError
-from streamrl.run_dir.run_config_file import check_run_dir
-
 
 def parse_nonempty(word: str) -> str:
     if not word:
@@ -33,12 +30,3 @@ def parse_number(word: str) -> float:
         return float(word)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{word}: must be a number") from None
-
-
-def parse_run_dir(word: str) -> Path:
-    path = parse_path(word)
-    try:
-        check_run_dir(path)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return path
