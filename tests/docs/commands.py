@@ -132,7 +132,7 @@ def check_python(words: Sequence[str]) -> None:
     room, _, rest = module.partition(".")
     folder = ROOT.joinpath(*module.split("."))
     file = (ROOT / room / rest.replace(".", "/")).with_suffix(".py")
-    if room not in ("benchmarks", "examples") or not (file.exists() or folder.exists()):
+    if room not in ("benchmarks", "examples", "tests") or not (file.exists() or folder.exists()):
         raise CommandError(f"python -m {module}: there is no such module")
     if not arguments:
         return
