@@ -1,1 +1,1 @@
-"""Run configuration: read, check, and convert to placements and planner problems."""
+"""Run configuration: read and check a run's settings, inputs and resource demands."""

@@ -1,4 +1,4 @@
-"""Cluster hardware for the planner: devices, nodes and the links between them.
+"""Cluster hardware: devices, nodes and the links between them.
 
 Devices are numbered from 0, node by node, in the order of the node list.
 """

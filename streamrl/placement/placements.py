@@ -12,7 +12,7 @@ from streamrl.placement.meshes import Mesh
 from streamrl.resharding.grids import RankGrid
 
 MAX_TP_SIZE = 8
-"""The planner does not consider wider tensor parallelism; a node usually has 8 devices."""
+"""Largest tensor-parallel size of a call; a node usually has 8 devices."""
 MAX_STALENESS = 64
 """The steady-state estimate unrolls every step in flight, so its cost grows with the bound."""
 

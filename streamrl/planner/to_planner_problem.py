@@ -100,7 +100,7 @@ def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str,
     for role in named:
         if role not in roles:
             raise ConfigError(
-                f"--model {role}={named[role]}: the run has models of {', '.join(sorted(roles))}"
+                f"--model {role}={named[role]}: the run has {', '.join(sorted(roles))}"
             )
     policy = _load_model_shape(named.get(POLICY, config.model.path), POLICY)
     shapes = {POLICY: _with_trained_adapters(config, POLICY, policy)}

@@ -298,7 +298,7 @@ def test_configure_for_cluster_joins_ray_or_sizes_the_object_store():
 
 def test_a_model_of_unknown_size_is_refused():
     cluster = Cluster.from_text("8xA100")
-    with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
+    with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has policy, reward"):
         build_planner_problem(recipe("grpo"), cluster, PlannerRequest(20, SIZES))
     nowhere = recipe("grpo", "model.path=no/where")
     with pytest.raises(ConfigError, match="choose another with streamrl plan --model policy=NAME"):

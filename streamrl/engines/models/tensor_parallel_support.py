@@ -1,6 +1,6 @@
 """Rules of tensor parallelism: which models can be split over how many ranks.
 
-The rules take sizes from config.json or from the planner's ModelShape.
+The rules take sizes from config.json or from a `ModelShape`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -118,7 +118,7 @@ class PlannedRun:
         slowness to the overhead of a step.
         """
         constants = build_run_constants(self.config, self.default_constants)
-        if self.is_on_cpu:
+        if self.problem.cluster.is_cpu:
             constants = replace(constants, decode_flops_fraction=1.0, decode_memory_fraction=1.0)
         return constants
 
@@ -129,10 +129,6 @@ class PlannedRun:
         if self.config.weights.kv == "recompute":
             generator = replace(generator, recompute_token_s=generator.prefill_token_s)
         return apply_replica_counts(replace(timings, generator=generator), self.config)
-
-    @property
-    def is_on_cpu(self) -> bool:
-        return self.problem.cluster.is_cpu
 
     def _set_kv_tokens(self, generator: GeneratorTiming) -> GeneratorTiming:
         if not self.problem.kv_cache_bytes:

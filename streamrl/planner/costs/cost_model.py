@@ -94,7 +94,6 @@ class CostModel:
         self._generation_model = cache(self._make_generation_model)
         self._call_duration = cache(self._compute_call_duration)
         self._call_footprint = cache(self._compute_footprint)
-        self._worker_memory = cache(self._estimate_worker)
         self._find_misfit = cache(self._compute_misfit)
 
     def predict_timings(self, placement: Placement) -> StageTimings:
@@ -308,13 +307,15 @@ class CostModel:
     def _build_device_memory(self, placement: Placement) -> DeviceMemory:
         footprints = {}
         for stage, assignment in placement.assignments.items():
-            source = placement.assignments.get(self._find_source_stage(self._call_by_stage[stage]))
-            trainer = source if source and source.mesh == assignment.mesh else None
+            source = self._find_source_stage(self._call_by_stage[stage])
+            if stage == self._train_stage_by_role[POLICY]:
+                source = self._generate_stage
+            partner = placement.assignments.get(source)
+            partner = partner if partner and partner.mesh == assignment.mesh else None
             offload_idle = self._is_offloaded_when_idle(stage, placement)
             footprints[stage] = self._call_footprint(
-                stage, assignment, trainer, offload_idle=offload_idle
+                stage, assignment, partner, offload_idle=offload_idle
             )
-        self._join_worker(footprints, placement)
         return DeviceMemory(
             placement,
             footprints,
@@ -322,21 +323,6 @@ class CostModel:
             self.constants,
             keeps_kv=self.problem.run_memory is not None,
         )
-
-    def _join_worker(self, footprints: dict[str, CallFootprint], placement: Placement) -> None:
-        """Count a trainer and a generator on the same devices of a run as they share a process."""
-        generate, run = self._generate_stage, self.problem.run_memory
-        trained = self._find_source_stage(self._call_by_stage[generate])
-        if run is None or not {trained, generate} <= footprints.keys():
-            return
-        trainer, generator = placement.assignments[trained], placement.assignments[generate]
-        if trainer.mesh == generator.mesh:
-            worker = self._worker_memory(trained, trainer, generator)
-            memory = footprints[trained].memory
-            memory = replace(memory, active_bytes=max(memory.active_bytes, worker.update_buffers))
-            served = CallMemory(worker.serving_weights, 0.0)
-            footprints[trained] = replace(footprints[trained], memory=memory)
-            footprints[generate] = replace(footprints[generate], memory=served)
 
     def _estimate_worker(
         self, stage: str, assignment: CallAssignment, served: CallAssignment
@@ -351,29 +337,32 @@ class CostModel:
         self,
         stage: str,
         assignment: CallAssignment,
-        trainer: CallAssignment | None,
+        partner: CallAssignment | None,
         *,
         offload_idle: bool,
     ) -> CallFootprint:
         """Return the memory needs of a call on each of its devices.
 
-        trainer: assignment of the trainer that the call follows, if both share a mesh.
+        partner: assignment of the trainer that the call follows, or of the generator that follows
+        this trainer, if both share a mesh.
         """
-        call, cost, shape = (
-            self._call_by_stage[stage],
-            self._call_cost(stage, assignment),
-            self._get_model_shape(stage),
-        )
-        weights = f"{call.role} {assignment}"
+        call, cost = self._call_by_stage[stage], self._call_cost(stage, assignment)
+        weights, is_run = f"{call.role} {assignment}", cost.run_memory is not None
         if call.kind is CallKind.TRAIN:
             memory = train_memory(cost, offload_idle=offload_idle)
+            if partner is not None and is_run:
+                update = self._estimate_worker(stage, assignment, partner).update_buffers
+                memory = replace(memory, active_bytes=max(memory.active_bytes, update))
             return CallFootprint(call.kind, memory, f"{weights} trained")
         memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
-        if trainer is not None and cost.run_memory is None:
+        if partner is not None and not is_run:
             # The weights alias the trainer's memory where layouts coincide; the rest is filled with
-            # each version. Scorers of a run hold a copy; for its generators see `_join_worker`.
-            transfer = self._traffic.estimate_transfer(shape, trainer, assignment)
+            # each version. Scorers of a run hold a copy.
+            transfer = self._traffic.estimate_transfer(cost.shape, partner, assignment)
             memory = CallMemory(0.0, float(transfer.extra_bytes))
+        elif partner is not None and call.kind is CallKind.GENERATE:
+            worker = self._estimate_worker(self._find_source_stage(call), partner, assignment)
+            memory = CallMemory(worker.serving_weights, 0.0)
         if call.kind is CallKind.SCORE:
             if cost.scores_from_host:
                 memory = CallMemory(compute_layer_weight_bytes(cost), 0.0)
