@@ -316,7 +316,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/run_dir/test_run_lock.py",
     ),
     Mutant(
-        "config/cross_checks.py",
+        "config/run_config.py",
         "groups % algorithm.mini_batches,",
         "algorithm.mini_batches > groups,",
         "tests/config/test_run_config.py",

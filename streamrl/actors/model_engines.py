@@ -7,8 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from streamrl.config.cross_checks import count_trained_steps
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import RunConfig, count_trained_steps
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.pretrain_texts import TextStream, load_texts
 from streamrl.dataflow import COST_VALUE_CALL, POLICY, REFERENCE_CALL, VALUE_CALL, ModelCall

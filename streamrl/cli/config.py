@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from omegaconf import MISSING
@@ -23,11 +24,12 @@ from streamrl.algorithms.config import load_specs
 from streamrl.algorithms.table import DEFAULT_SETTINGS
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
+from streamrl.environments.config import EnvironmentSpec
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import format_quantity
-from streamrl.files.typed_settings import format_yaml, suggest_nearest
+from streamrl.files.typed_settings import format_value, format_yaml, suggest_nearest
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.registry import REWARD_KINDS, RewardKind
+from streamrl.rewards.registry import REMOVED_KINDS, REWARD_KINDS, RewardKind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"config: one name at a time, not {' '.join(words)}")
     name = words[0] if words else None
     if arguments.rewards:
-        tables = list_kinds(_select(REWARD_KINDS, name, "kind of reward"))
+        tables = list_kinds(_select(REWARD_KINDS, name, "kind of reward", REMOVED_KINDS))
     elif arguments.algorithms:
         known = {**ALGORITHMS, **(load_specs(arguments.path) if arguments.path else {})}
         specs = _select(known, name if name in known else name and name.lower(), "algorithm")
@@ -95,12 +97,20 @@ def run(arguments: argparse.Namespace) -> int:
 EntryT = typing.TypeVar("EntryT")
 
 
-def _select(entries: Mapping[str, EntryT], name: str | None, noun: str) -> Mapping[str, EntryT]:
-    """Return the named entry, or all. Raises ConfigError for an unknown name."""
+def _select(
+    entries: Mapping[str, EntryT],
+    name: str | None,
+    noun: str,
+    removed: Mapping[str, str] = MappingProxyType({}),
+) -> Mapping[str, EntryT]:
+    """Return the named entry, or all. Raises ConfigError for an unknown name.
+
+    removed: names of earlier versions, with hints.
+    """
     if name is None:
         return entries
     if name not in entries:
-        hint = suggest_nearest(name, entries, noun.split()[0])
+        hint = removed.get(name) or suggest_nearest(name, entries, noun.split()[0])
         raise ConfigError(f"{name}: no such {noun}; {hint}")
     return {name: entries[name]}
 
@@ -218,13 +228,12 @@ class ConfigKey(NamedTuple):
         return re.split(r"[.\[]", self.name)[0]
 
 
-INLINE_OPTIONS = "rewards[].options"
-"""Mapping whose keys users write beside `kind`."""
-SAME_KEYS = {
-    "costs": "entries like those of `rewards`, for constrained algorithms",
-    "environment.named": "",
+SAME_KEYS: Mapping[str, tuple[type, str]] = {
+    "costs": (RewardConfig, "costs[]."),
+    "environment.named": (EnvironmentSpec, "environment.named.NAME."),
+    "critic.trainer": (TrainerConfig, "critic.trainer."),
 }
-"""Lists and mappings of entries whose keys are listed elsewhere, with a meaning of their own."""
+"""Keys whose entries have the keys of another section, and are listed only by name."""
 
 
 def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[ConfigKey]:
@@ -237,14 +246,12 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
     for field in dataclasses.fields(settings):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         entry = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
-        if name == INLINE_OPTIONS:
-            pass
-        elif dataclasses.is_dataclass(hint):
+        if dataclasses.is_dataclass(hint):
             yield from list_config_keys(typing.cast(type, hint), f"{name}.")
         elif entry is not None and name not in SAME_KEYS:
             yield from list_config_keys(typing.cast(type, entry), f"{name}[].")
         else:
-            meaning = SAME_KEYS.get(name) or meanings.get(field.name, "")
+            meaning = meanings.get(field.name, "")
             yield ConfigKey(name, _format_type(hint), format_default(field), meaning)
 
 
@@ -253,15 +260,13 @@ def _select_keys(name: str | None) -> list[ConfigKey]:
     keys = list(list_config_keys())
     if name is None:
         return keys
-    if name.startswith("critic.trainer."):
-        # A separate critic has the keys of the trainer, some with defaults of its own.
-        own = {f"critic.trainer.{key}": value for key, value in CriticConfig().trainer.items()}
-        for key in list_config_keys(TrainerConfig, "critic.trainer."):
-            default = format_yaml(own[key.name]) if key.name in own else key.default
-            keys.append(key._replace(default=default))
-    if name.startswith("costs[]."):
-        keys += [key._replace(name=key.name.replace("rewards[].", "costs[].", 1)) for key in keys]
-    prefix = re.compile(rf"{re.escape(name)}(?:$|[.\[])")
+    listed = re.sub(r"\[\d*\]", "[]", re.sub(r"^(environment\.named)\.[^.]+", r"\1.NAME", name))
+    for settings, start in SAME_KEYS.values():
+        keys += list_config_keys(settings, start)
+    # A separate critic has some defaults of its own.
+    own = {f"critic.trainer.{key}": format_yaml(v) for key, v in CriticConfig().trainer.items()}
+    keys = [key._replace(default=own.get(key.name, key.default)) for key in keys]
+    prefix = re.compile(rf"{re.escape(listed)}(?:$|[.\[])")
     if matches := [key for key in keys if prefix.match(key.name)]:
         return matches
     names = {key.name for key in keys} | {key.section for key in keys}
@@ -326,8 +331,6 @@ def list_kinds(kinds: Mapping[str, RewardKind]) -> list[Table]:
 
 # Algorithms
 
-_YAML_WORDS = {"None": "null", "True": "true", "False": "false"}
-
 
 def list_algorithms(specs: Iterable[Algorithm]) -> Table:
     """Return the table of algorithm specs, and the defaults of settings that a row leaves out."""
@@ -352,7 +355,7 @@ def _choose_scope(spec: Algorithm) -> str:
 
 
 def _format_settings(values: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={_YAML_WORDS.get(str(value), value)}" for key, value in values.items())
+    return " ".join(f"{key}={format_value(value)}" for key, value in values.items())
 
 
 # Meanings and defaults

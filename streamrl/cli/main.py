@@ -39,6 +39,13 @@ COMMANDS = {
     "view": "serve a page of charts of runs, and follow those under way",
     "doctor": "check this machine's hardware and packages, and say what can run",
 }
+MOVED_COMMANDS = {
+    "rewards": "config --rewards",
+    "algorithms": "config --algorithms",
+    "graph": "config --graph",
+    "environment": "play --check",
+}
+"""Commands of earlier versions, with what replaces them."""
 
 FORKING_COMMANDS = ("train",)
 """Commands that fork their workers, see `streamrl.actors.launch.fork_server`."""
@@ -124,6 +131,8 @@ def _parse_arguments(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> argparse.Namespace:
     """Accept key=value overrides and names after options, which argparse alone refuses."""
+    if arguments and (moved := MOVED_COMMANDS.get(arguments[0])):
+        raise ConfigError(f"{arguments[0]}: no longer a command; use streamrl {moved}")
     parsed, rest = parser.parse_known_args(arguments)
     for words in (vars(parsed)[name] for name in ("overrides", "names") if name in parsed):
         late = list(takewhile(lambda word: not word.startswith("-"), rest))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_bytes
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import RunConfig, find_colocation_conflict
 from streamrl.data.pretrain_texts import load_texts
 from streamrl.data.prompt_file import LazyTokenizer, LoadedFile, PromptLimits, load_prompts
 from streamrl.data.prompt_stream import PromptStream
@@ -225,8 +225,8 @@ def list_placement_options(
         modes = ["disaggregated", "colocated"]
     options: dict[str, PlacementOption] = {}
     for mode in modes:
-        if mode == "colocated" and config.colocation_conflict:
-            options[mode] = config.colocation_conflict
+        if mode == "colocated" and (conflict := find_colocation_conflict(config)):
+            options[mode] = conflict
             continue
         placed_config = with_placement_mode(config, mode)
         demands = list_resource_demands(placed_config, prepared, on_gpu)

@@ -1,13 +1,12 @@
 """RunConfig: all config sections of a run, read from YAML and key=value overrides."""
 
 import contextlib
-import copy
 import dataclasses
 import difflib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -19,15 +18,22 @@ from yaml import MarkedYAMLError, YAMLError
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.config import AlgorithmConfig
+from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.config import QueueConfig
 from streamrl.buffer.staleness_credits import MAX_FACTOR as MOST_OVERSAMPLED
-from streamrl.config.cross_checks import (
-    check_algorithm,
-    check_consistency,
-    find_colocation_conflict,
-)
+from streamrl.config.removed_settings import drop_removed_settings
 from streamrl.data.config import FILE_KEYS, DataConfig, make_paths_absolute
-from streamrl.dataflow import CRITIC, POLICY, Dataflow, build_dataflow
+from streamrl.dataflow import (
+    COST_CALL,
+    CRITIC,
+    CRITIC_BY_COLUMN,
+    GENERATE_CALL,
+    GREEDY_CALL,
+    POLICY,
+    REWARD_CALL,
+    Dataflow,
+    build_dataflow,
+)
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import (
     CriticConfig,
@@ -36,12 +42,13 @@ from streamrl.engines.trainer_config import (
     TrainerConfig,
 )
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.files.bounded_read import read_small_yaml
 from streamrl.files.typed_settings import (
+    Conflict,
     at_least,
+    check_conflicts,
     describe_read_error,
-    format_yaml,
     get_fields,
     merge_settings,
     prepare_settings,
@@ -54,6 +61,7 @@ from streamrl.rewards.interface.config import (
     SandboxConfig,
     ScorerConfig,
 )
+from streamrl.rewards.kinds.rules import ENVIRONMENT_KIND
 from streamrl.rewards.registry import check_options
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
@@ -62,6 +70,7 @@ from streamrl.stream.evaluation.config import MAX_SEED, EvaluationConfig
 from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.config import TelemetryConfig
 from streamrl.weights import WeightsConfig
+from streamrl.weights.config import AUTO
 
 #: Settings of other systems that streamrl refuses on purpose, with the reason.
 UNSUPPORTED_SETTINGS = dict.fromkeys(
@@ -69,136 +78,6 @@ UNSUPPORTED_SETTINGS = dict.fromkeys(
     "not supported in training: tokens would come from another distribution than the one whose"
     " log-probabilities are trained; evaluation.top_p and evaluation.top_k exist",
 )
-
-
-REMOVED_SETTINGS: Mapping[str, object] = {
-    "run.debug": False,
-    "algorithm.advantage_eps": 1e-6,
-    "generator.request_timeout_s": 600.0,
-    "queue.journal.max_mb": 4096,
-    "weights.bucket_mb": 64,
-    "queue.hedge_s": None,
-    "queue.journal.fsync_s": 0.0,
-    "data.prompt_key": "prompt",
-    "data.max_bad_share": 0.1,
-    "algorithm.advantage_unbiased": True,
-    "algorithm.kl_horizon": 10_000.0,
-    "algorithm.count_truncated": True,
-    "algorithm.correction.count_rejected": True,
-    "pipeline.outage_s": 1800.0,
-    "environment.tools[].memory_mib": 512,
-    "environment.tools[].cpu_s": 60.0,
-    "environment.tools[].share": False,
-    "environment.named.*.tools[].memory_mib": 512,
-    "environment.named.*.tools[].cpu_s": 60.0,
-    "environment.named.*.tools[].share": False,
-    "environment.call_timeout_s": 30.0,
-    "environment.parallel_calls": 1,
-    "environment.max_reply_chars": 2000,
-    "environment.max_malformed": 3,
-    "environment.attempts": 3,
-    "environment.min_episodes": None,
-    "environment.on_timeout": "mask",
-    "scorer.combine": "",
-    "filter.options": {},
-    "trainer.warmup_ratio": 0.0,
-    "critic.trainer.warmup_ratio": 0.0,
-    "trainer.lr_schedule_options": {},
-    "critic.trainer.lr_schedule_options": {},
-    "trainer.lora_targets": [],
-    "critic.trainer.lora_targets": [],
-    "queue.capacity_groups": None,
-    "queue.store_share": 0.5,
-    "queue.max_drop_rounds": 10,
-    "weights.keep_versions": 2,
-    "weights.on_update": "interrupt",
-    "weights.on_device": False,
-    "evaluation.concurrency": 64,
-    "telemetry.rollouts.max_gib": 1.0,
-    "telemetry.wandb.entity": "",
-    "telemetry.trace": True,
-    "telemetry.sinks": ["jsonl", "wandb"],
-}
-"""Keys of earlier versions, with the value that holds now.
-
-Run directories of these versions name all of them. `[]` stands for the entries of a list, `*` for
-the names of a mapping.
-"""
-
-
-REPLACEMENTS = {
-    "filter.options": (
-        "kind function has path and function in the section filter; mean_outside is gone"
-    ),
-    "telemetry.sinks": (
-        "metrics.jsonl is always written, and telemetry.wandb.mode=disabled turns wandb off"
-    ),
-    "data.prompt_key": "set prompt_key per file, beside its path",
-    "environment.call_timeout_s": "half of environment.turn_timeout_s holds now",
-    "queue.hedge_s": "use pipeline.on_stall=redeliver",
-    "telemetry.wandb.entity": "wandb reads WANDB_ENTITY",
-    "scorer.combine": "use a reward of kind function",
-    "trainer.lora_targets": "all linear layers but the head have adapters",
-    "critic.trainer.lora_targets": "all linear layers but the head have adapters",
-    "queue.journal.fsync_s": "use queue.journal.fsync, true or false",
-    "trainer.warmup_ratio": "use trainer.warmup_steps",
-    "critic.trainer.warmup_ratio": "use critic.trainer.warmup_steps",
-    "trainer.lr_schedule_options": "use trainer.lr_min and trainer.lr_decay_steps",
-    "critic.trainer.lr_schedule_options": "use lr_min and lr_decay_steps",
-}
-"""What takes the place of a removed key, where no constant does."""
-
-
-def drop_removed_settings(raw: Any) -> Any:
-    """Return settings as read, written as today, without the keys of REMOVED_SETTINGS.
-
-    Raises ConfigError for one with another value than the one that holds now.
-    """
-    raw = copy.deepcopy(raw)
-    for section in _iter_sections(raw, ["filter"]):
-        options = section.get("options")
-        if isinstance(options, dict) and options.keys() == {"path", "function"}:
-            section.update(section.pop("options"))
-    for parents in (["trainer"], ["critic", "trainer"]):
-        for section in _iter_sections(raw, parents):
-            _rename_schedule(section)
-    for key, value in REMOVED_SETTINGS.items():
-        *parents, name = key.replace("[]", ".*").split(".")
-        for section in _iter_sections(raw, parents):
-            if (given := section.pop(name, value)) != value:
-                instead = REPLACEMENTS.get(key, f"{format_yaml(value)} holds now")
-                raise ConfigError(
-                    f"{key}={format_yaml(given)}: no longer a setting; {instead}; remove the key,"
-                    " in a run that you resume from its config.yaml"
-                )
-    return raw
-
-
-def _rename_schedule(section: dict[str, Any]) -> None:
-    """Write a schedule of the learning rate of earlier versions, in place, as the same of today."""
-    match section.get("lr_schedule"), section.get("lr_schedule_options"):
-        case "constant_with_warmup", _:
-            section["lr_schedule"] = "constant"
-        case "cosine_with_min_lr", _:
-            section["lr_schedule"] = "cosine"
-        # Without lr_min it fell to 1e-7.
-        case "polynomial", _ if section.get("lr_min") is not None:
-            section["lr_schedule"] = "linear"
-        case "warmup_stable_decay", {"num_decay_steps": steps, **others} if not others:
-            section |= {"lr_schedule": "cosine", "lr_decay_steps": steps, "lr_schedule_options": {}}
-
-
-def _iter_sections(raw: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the mappings at a path of names, where `*` stands for all entries."""
-    if not names:
-        if isinstance(raw, dict):
-            yield raw
-    elif names[0] == "*":
-        entries = raw.values() if isinstance(raw, dict) else raw if isinstance(raw, list) else ()
-        for entry in entries:
-            yield from _iter_sections(entry, names[1:])
-    elif isinstance(raw, dict) and names[0] in raw:
-        yield from _iter_sections(raw[names[0]], names[1:])
 
 
 def _suggest_key(key: str, section: Any) -> str:
@@ -293,6 +172,7 @@ class ConfigSections:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
+    #: entries like those of `rewards`, for constrained algorithms.
     costs: list[RewardConfig] = field(default_factory=list)
     filter: FilterConfig = field(default_factory=FilterConfig)
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
@@ -337,11 +217,6 @@ class RunConfig(ConfigSections):
         check_consistency(self)
 
     @property
-    def colocation_conflict(self) -> str:
-        """Reason why generators cannot run inside the trainer's ranks, or ""."""
-        return find_colocation_conflict(self)
-
-    @property
     def needs_resharding(self) -> bool:
         """True if the trainer's ranks reshard each version for the generators inside them.
 
@@ -366,15 +241,21 @@ class RunConfig(ConfigSections):
 
     @property
     def dataflow(self) -> Dataflow:
-        """Model calls of the algorithm and the columns between them."""
+        """Model calls of the algorithm and the columns between them.
+
+        Raises ConfigError for a column that no stage produces.
+        """
         columns = list_required_columns(self.algorithm.spec, self.algorithm_settings)
-        return build_dataflow(
-            columns,
-            shares_critic=self.critic.shared_coef is not None,
-            moves_reference=bool(self.reference.every),
-            has_filter=self.filter.is_enabled,
-            has_episodes=self.environment.is_enabled,
-        )
+        try:
+            return build_dataflow(
+                columns,
+                shares_critic=self.critic.shared_coef is not None,
+                moves_reference=bool(self.reference.every),
+                has_filter=self.filter.is_enabled,
+                has_episodes=self.environment.is_enabled,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     @property
     def max_open_rollouts(self) -> int:
@@ -413,6 +294,267 @@ class RunConfig(ConfigSections):
         """Number of groups that the queue may hold: as many as the pipeline keeps in flight."""
         in_flight = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
         return math.ceil(in_flight * (self.filter.oversample_factor or MOST_OVERSAMPLED))
+
+
+# Checks across sections, of settings that are valid alone and contradict each other. Each raises
+# ConfigError with the setting, its value and the rule.
+
+MODEL_FREE_CALLS = (GENERATE_CALL, REWARD_CALL, COST_CALL)
+"""Calls of roles other than trained ones that have no model of their own to score with."""
+
+
+def check_consistency(config: RunConfig) -> None:
+    """Run all checks across config sections. Raises ConfigError at the first contradiction."""
+    check_conflicts(config, _iter_conflicts(config))
+    if config.environment.is_enabled:
+        config.data.check_shared_template()
+
+
+def _iter_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    yield from _iter_size_conflicts(config)
+    yield from _iter_critic_conflicts(config)
+    yield from _iter_model_conflicts(config)
+    if config.placement.is_hybrid:
+        yield from _iter_colocation_conflicts(config)
+    if config.environment.is_enabled:
+        yield from _iter_episode_conflicts(config)
+    yield from _iter_score_conflicts(config)
+    yield from _iter_pool_conflicts(config)
+
+
+def _iter_size_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on sizes of groups, steps and completions, and on staleness."""
+    algorithm, groups = config.algorithm, config.pipeline.groups_per_step
+    longest = config.max_completion_tokens
+    yield (
+        algorithm.overlong_buffer > longest,
+        "algorithm.overlong_buffer",
+        f"must be at most {config.completion_limit_key}={longest}",
+    )
+    yield (
+        groups % algorithm.mini_batches,
+        "algorithm.mini_batches",
+        f"must divide pipeline.groups_per_step={groups}",
+    )
+    yield (
+        config.filter.kind == "equal_rewards" and algorithm.group_size == 1,
+        "filter.kind",
+        "has no effect: algorithm.group_size=1 leaves no rewards to compare",
+    )
+    yield (
+        (config.filter.oversample_factor or 1) > MOST_OVERSAMPLED,
+        "filter.oversample",
+        f"must be at most {MOST_OVERSAMPLED:g}",
+    )
+    # The last step before a publication trains on tokens publish_every - 1 versions old.
+    lag = config.weights.publish_every - 1
+    for key, bound in (
+        ("max_staleness", config.pipeline.max_staleness),
+        ("depth", config.pipeline.max_steps_ahead),
+    ):
+        yield (
+            lag > bound,
+            "weights.publish_every",
+            f"the last step before a publication trains on tokens that are {lag} versions old, but"
+            f" pipeline.{key}={bound}",
+        )
+
+
+def _iter_critic_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on critic settings, and on a critic that shares the policy's model."""
+    columns = config.algorithm.spec.columns
+    critics = [role for column, role in CRITIC_BY_COLUMN.items() if column in columns]
+    defaults, shares = vars(CriticConfig()), config.critic.shared_coef is not None
+    # A separate critic inherits the settings of the trainer, which raise if they do not suit it.
+    if config.critic.trainer != defaults["trainer"] or (critics and not shares):
+        config.get_trainer_config(CRITIC)
+    for key, default in defaults.items():
+        yield (
+            not critics and vars(config.critic)[key] != default,
+            f"critic.{key}",
+            f"has no effect: {config.algorithm.name} has no critic. Remove it or pass critic={{}}",
+        )
+    yield (
+        shares and critics != [CRITIC],
+        "critic.shared_coef",
+        f"{config.algorithm.name} has {' and '.join(critics)}; only a single value critic can share"
+        " the policy's model",
+    )
+
+
+def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on references, scoring models and the way of weights to generators."""
+    columns = list_required_columns(config.algorithm.spec, config.algorithm_settings)
+    yield (
+        config.reference.every and "ref_logprobs" not in columns,
+        "reference.every",
+        f"{config.algorithm.name} with algorithm.kl_coef={config.algorithm.kl_coef} uses no"
+        " reference",
+    )
+    yield (
+        config.reference.decay and config.trainer.lora_rank,
+        "reference.decay",
+        "averaging LoRA factors does not average the models; with"
+        f" trainer.lora_rank={config.trainer.lora_rank} reference.decay must be 0",
+    )
+    without_model = {*config.dataflow.trained_roles, *(c.role for c in MODEL_FREE_CALLS)}
+    reward_models = [entry for entry in (*config.rewards, *config.costs) if entry.kind == "model"]
+    has_model = config.dataflow.calls_by_role.keys() - without_model or reward_models
+    yield (
+        config.scorer.offload and not has_model,
+        "scorer.offload",
+        "has no effect: the run has no reference, value or reward model. Remove it",
+    )
+    yield (
+        bool(config.algorithm.ptx_coef) != bool(config.data.pretrain),
+        "algorithm.ptx_coef",
+        f"with data.pretrain={config.data.pretrain}; a pretraining loss needs both a coefficient"
+        " and texts",
+    )
+
+
+def _iter_episode_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on limits of episodes, and on algorithms that have none."""
+    yield (
+        config.generator.max_new_tokens > config.environment.max_tokens,
+        "environment.max_tokens",
+        f"must be at least generator.max_new_tokens={config.generator.max_new_tokens}, the limit of"
+        " a turn",
+    )
+    yield (
+        config.environment.episode_timeout_s >= config.pipeline.stall_s,
+        "environment.episode_timeout_s",
+        f"must be below pipeline.stall_s={config.pipeline.stall_s:g}, after which a step without a"
+        " group, or an evaluation, is given up; raise pipeline.stall_s",
+    )
+    yield (
+        any(call.stage == GREEDY_CALL.stage for call in config.dataflow.calls),
+        "algorithm.name",
+        "needs a greedy completion of each prompt, which episodes do not have; choose another"
+        " algorithm, such as grpo",
+    )
+
+
+def _iter_score_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on costs, and on rewards that an environment gives."""
+    name, needs_costs = config.algorithm.name, "costs" in config.algorithm.spec.columns
+    yield needs_costs and not config.costs, "costs", f"{name} needs one, written like a reward"
+    yield (
+        config.costs and not needs_costs,
+        "algorithm.name",
+        "uses no costs; to only log a score, add a reward of weight 0",
+    )
+    specs = config.environment.specs.values()
+    yield (
+        any(entry.kind == ENVIRONMENT_KIND for entry in config.rewards)
+        and not any(spec.has_class for spec in specs),
+        "environment.path",
+        "a reward of kind environment needs a class with score(episode); tools alone score nothing",
+    )
+
+
+def _iter_pool_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on placement.pools, and on the split of a generator that shares devices."""
+    roles, placement = config.dataflow.calls_by_role, config.placement
+    is_shared = any("generator" in pool for pool in placement.shared_pools)
+    yield (
+        config.generator.tensor_parallel > 1 and is_shared and not placement.is_hybrid,
+        "generator.tensor_parallel",
+        "needs dedicated devices, or those of a trainer's ranks; with"
+        f" placement.mode={placement.mode} a generator shares one device",
+    )
+    yield (
+        {role for pool in placement.pools for role in pool} - roles.keys(),
+        "placement.pools",
+        f"the roles of {config.algorithm.name} here are {', '.join(roles)}",
+    )
+
+
+def find_colocation_conflict(config: RunConfig) -> str:
+    """Return why generators cannot run inside the trainer's ranks, naming the setting, or ""."""
+    return _format_first_conflict(config, _iter_colocation_conflicts(config))
+
+
+def find_conflict_at_any_size(config: RunConfig) -> str:
+    """Return a setting that forbids a colocated run of any size, with the reason, or ""."""
+    return _format_first_conflict(config, _iter_sizeless_conflicts(config))
+
+
+def _format_first_conflict(config: RunConfig, conflicts: Iterable[Conflict]) -> str:
+    try:
+        check_conflicts(config, conflicts)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _iter_colocation_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    yield from _iter_sizeless_conflicts(config)
+    generator, ranks = config.generator, config.trainer.world_size
+    tp_size = generator.tensor_parallel
+    hosts = "each" if tp_size == 1 else f"every group of generator.tensor_parallel={tp_size}"
+    yield (
+        ranks % tp_size,
+        "generator.tensor_parallel",
+        f"in a colocated run it must divide trainer.world_size={ranks}",
+    )
+    yield (
+        generator.replicas not in (1, ranks // tp_size),
+        "generator.replicas",
+        f"in a colocated run {hosts} of trainer.world_size={ranks} ranks hosts a generator",
+    )
+
+
+def _iter_sizeless_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules of colocated runs that hold for any number of ranks."""
+    weights = config.weights
+    for applies, key, reason in (
+        (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
+        (weights.transport != AUTO, "weights.transport", "weights need no transport"),
+        (
+            config.critic.shared_coef is not None,
+            "critic.shared_coef",
+            "the generator cannot share a policy that has a value head",
+        ),
+        (
+            config.generator.threads != config.trainer.threads,
+            "generator.threads",
+            f"the generator uses the trainer.threads={config.trainer.threads} of its process",
+        ),
+    ):
+        yield applies, key, f"in a colocated run {reason}"
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Raise ConfigError if the algorithm fails on a synthetic step or ignores a setting."""
+    # Imports torch, which takes a second.
+    from streamrl.config.algorithm_dry_run import dry_run_algorithm, find_read_settings
+
+    try:
+        dry_run_algorithm(config.algorithm.spec, config.algorithm_settings)
+    # The dry run raises no other error: it names the algorithm in each.
+    except AlgorithmError as error:
+        raise ConfigError(str(error)) from error
+    if config.algorithm.spec is ALGORITHMS.get(config.algorithm.name):
+        config.algorithm.check_unused_settings(
+            find_read_settings(config.algorithm.spec, config.algorithm_settings)
+        )
+
+
+def count_trained_steps(config: RunConfig, role: str) -> int:
+    """Return the number of training steps that change a role's model.
+
+    Steps of the critic warm-up leave the policy frozen and do not count for the policy.
+    """
+    frozen_steps = (
+        config.critic.warmup_alone
+        if role == POLICY and len(config.dataflow.trained_roles) > 1
+        else 0
+    )
+    return max(1, config.run.steps - frozen_steps)
+
+
+# Reading
 
 
 def load_config(

@@ -114,9 +114,11 @@ class DataConfig:
     def eval_files(self) -> tuple[DataFile, ...]:
         return self.parse_files(self.eval, key="data.eval")
 
-    @property
-    def shared_template(self) -> str:
-        """Template of all files, the model's without files. Raises ConfigError if they differ."""
+    def check_shared_template(self) -> str:
+        """Return the template of all files, without files the model's.
+
+        Raises ConfigError if they differ.
+        """
         files = (*self.train_files, *self.eval_files)
         for file in files:
             if file.template != files[0].template:

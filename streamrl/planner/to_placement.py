@@ -10,9 +10,8 @@ from typing import Any
 import networkx as nx
 
 from streamrl.buffer.staleness_credits import bound_group_bytes
-from streamrl.config.cross_checks import find_conflict_at_any_size
 from streamrl.config.role_counts import count_actors
-from streamrl.config.run_config import RunConfig
+from streamrl.config.run_config import RunConfig, find_conflict_at_any_size
 from streamrl.dataflow import (
     CRITIC_ROLES,
     GENERATE_CALL,

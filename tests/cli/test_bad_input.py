@@ -305,6 +305,12 @@ def empty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["data"], "the following arguments are required: action (see"),
         (["plan", *PLAN_ARGS, "--prompt-tokens", "x"], "--prompt-tokens: x: must be a number"),
         (["plan", *PLAN_ARGS, "--seed", "1.5"], "--seed: 1.5: must be a whole number"),
+        (["graph", "x.yaml"], "graph: no longer a command; use streamrl config --graph"),
+        (["config", "--rewards", "tags"], "no such kind of reward; use kind regex with pattern: "),
+        (
+            ["config", "costs[].wight"],
+            "costs[].wight: no such config key; the nearest key is costs[].w",
+        ),
         (["config", "--json"], "unrecognized arguments: --json (see streamrl config --help)"),
         ([], "COMMAND"),
         # An empty word never means the working directory.

@@ -38,7 +38,10 @@ def test_a_named_key_or_section_is_printed(capsys: pytest.CaptureFixture[str]):
     text = read_output(capsys, "rewards")
     assert all(name.startswith("rewards[].") for name in re.findall(r"^\S+", text, re.MULTILINE))
     assert "\n  default  1.0e-05\n" in read_output(capsys, "critic.trainer.lr")
-    assert "\n  default  1.0\n" in read_output(capsys, "costs[].weight")
+    assert "\ncritic.trainer.zero_stage\n" in read_output(capsys, "critic.trainer")
+    assert read_output(capsys, "costs[1].weight").startswith("costs[].weight\n")
+    named = read_output(capsys, "environment.named.calc.path")
+    assert named.startswith("environment.named.NAME.path\n  type     text\n")
 
 
 def test_every_kind_is_printed_with_its_options(capsys):

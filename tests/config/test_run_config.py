@@ -362,7 +362,16 @@ STABLE = "{lr_schedule: warmup_stable_decay, lr_schedule_options: {decay_type: l
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("filter={kind: mean_outside, options: {low: 0.1}}", "filter.options=.*; mean_outside is"),
+        (
+            "filter={kind: mean_outside, options: {low: 0.1}}",
+            "kind=mean_outside: no longer a value; ",
+        ),
+        ("filter.options={low: 0.1}", "filter.options=.*; kind function has path"),
+        ("weights.transport=disk", "weights.transport=disk: no longer a value; an engine"),
+        (
+            "environment.tools=[{kind: mcp, share: true}]",
+            r"tools\[\].share=true: no longer a setting; name a server .* by url",
+        ),
         ("queue.store_share=0.9", "queue.store_share=0.9: no longer a setting; 0.5 hol"),
         (
             "environment={tools: [{kind: python, cpu_s: 5}]}",

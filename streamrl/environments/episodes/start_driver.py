@@ -32,7 +32,7 @@ def load_turn_renderer(data: DataConfig, model_path: str) -> TurnRenderer:
     """
     tokenizer = load_tokenizer(model_path)
     template = load_chat_template(
-        data.shared_template, tokenizer, arguments=data.chat_template_kwargs
+        data.check_shared_template(), tokenizer, arguments=data.chat_template_kwargs
     )
     end_token_ids = read_eos_token_ids(Path(model_path))
     return TurnRenderer(tokenizer, template, end_token_ids=end_token_ids)
