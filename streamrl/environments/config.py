@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
-from streamrl.files.typed_settings import above, at_least
+from streamrl.files.typed_settings import above, at_least, one_of
 
 CLASS_KIND, OPENENV_KIND = "class", "openenv"
 """Kinds of environments: a class in a file of the user; a server of OpenEnv."""
@@ -29,7 +29,7 @@ class EnvironmentSpec:
     """
 
     path: str = ""
-    kind: str = CLASS_KIND
+    kind: Annotated[str, one_of(CLASS_KIND, OPENENV_KIND)] = CLASS_KIND
     options: dict[str, Any] = field(default_factory=dict)
     tools: list[ToolConfig] = field(default_factory=list)
 
@@ -57,14 +57,10 @@ class EnvironmentSpec:
             tool.make_command_absolute()
 
     def check(self, section: str) -> None:
-        """Raise ConfigError for an unknown kind, or settings that do not suit the kind.
+        """Raise ConfigError for settings that do not suit the kind.
 
         section: config section of the spec, for errors.
         """
-        if self.kind not in (CLASS_KIND, OPENENV_KIND):
-            raise ConfigError(
-                f"{section}.kind={self.kind}: must be one of {CLASS_KIND}, {OPENENV_KIND}"
-            )
         if self.path and self.kind != CLASS_KIND:
             raise ConfigError(
                 f"{section}.path={self.path}: needs {section}.kind={CLASS_KIND}, not {self.kind}"

@@ -1,10 +1,11 @@
 """Entries of the config list `environment.tools`: tools besides those of the user's class."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from streamrl.errors import ConfigError
+from streamrl.files.typed_settings import format_value
 
 PYTHON, MCP = "python", "mcp"
 TOOLS_SECTION = "environment.tools"
@@ -42,13 +43,14 @@ class ToolConfig:
     """CPU time of a process of an episode's Python session, s."""
 
     def __post_init__(self) -> None:
-        given = {field.name for field in fields(self) if vars(self)[field.name]}
+        given = {key: value for key, value in vars(self).items() if value}
         has_server = bool(self.command) != bool(self.url) or self.kind == PYTHON
-        if not (has_server and any(given <= form for form in FORMS.get(self.kind, ()))):
+        if not (has_server and any(given.keys() <= form for form in FORMS.get(self.kind, ()))):
+            shown = ", ".join(f"{key}={format_value(given[key])}" for key in sorted(given))
             raise ConfigError(
                 f"{TOOLS_SECTION}: an entry is kind: python, or kind: mcp with command (and env,"
                 " only) or url (and headers_env, only); this one has"
-                f" {', '.join(f'{key}={vars(self)[key]}' for key in sorted(given)) or 'nothing'}"
+                f" {shown or 'nothing'}"
             )
         if self.url and not self.url.startswith(("http://", "https://")):
             raise ConfigError(

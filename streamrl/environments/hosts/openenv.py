@@ -31,11 +31,13 @@ from streamrl.environments.tool_calls.schema_check import check_tool_schema
 from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.bounded_read import MIB
+from streamrl.files.typed_settings import format_value
 from streamrl.messages import Prompt, describe_prompt
 from streamrl.user_code.service_gate import describe_failure, is_outage
 
 ROW_KEY = "environment_options"
 """Key of `extra_info` under which a row has options of its own."""
+DEFAULT_PORTS = {"ws": 80, "wss": 443}
 MAX_MESSAGE_BYTES = 16 * MIB
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
@@ -78,13 +80,15 @@ class OpenEnvEnvironment:
         seed: int | None = None,
         wait_s: float = 50.0,
     ) -> None:
-        address = urlsplit(url)
-        if address.scheme not in ("ws", "wss") or not address.hostname:
+        self._url, self._host = url, ""
+        with contextlib.suppress(ValueError):  # of a port that is no number
+            address = urlsplit(str(url))
+            if default_port := DEFAULT_PORTS.get(address.scheme):
+                self._port, self._host = address.port or default_port, address.hostname or ""
+        if not self._host:
             raise ConfigError(
                 f"environment.options.url={url}: must be ws://HOST:PORT/PATH, or wss://"
             )
-        self._url = url
-        self._host, self._port = address.hostname, address.port
         action = {"field": "message"} if action is None else action
         self._action_field = "" if action == {"json": True} else _read_field("action", action)
         self._shown_field = _read_field("observation", observation) if observation else ""
@@ -198,7 +202,7 @@ class OpenEnvEnvironment:
                 self._url,
                 # As given: neither a proxy nor, with host and port set, a redirect elsewhere.
                 host=self._host,
-                port=self._port or (443 if self._url.startswith("wss") else 80),
+                port=self._port,
                 proxy=None,
                 open_timeout=CONNECT_TIMEOUT_S,
                 close_timeout=CLOSE_TIMEOUT_S,
@@ -273,13 +277,7 @@ class OpenEnvEnvironment:
             value = _read_content(value["result"])
         elif len(value) == 1 and isinstance(only := next(iter(value.values())), str):
             value = only
-        return _format_value(value)
-
-
-def _format_value(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False) if value not in ({}, None) else ""
+        return "" if value in ({}, None) else format_value(value)
 
 
 def _make_schema(tool: Any) -> ToolSchema:
@@ -301,7 +299,7 @@ def _read_field(option: str, value: Any) -> str:
     """Return NAME of an option {field: NAME}. Raises ConfigError for any other value."""
     forms = "{field: NAME} or {json: true}" if option == "action" else "{field: NAME}"
     if not isinstance(value, Mapping) or value.keys() != {"field"}:
-        raise ConfigError(f"environment.options.{option}={value}: must be {forms}")
+        raise ConfigError(f"environment.options.{option}={format_value(value)}: must be {forms}")
     return str(value["field"])
 
 

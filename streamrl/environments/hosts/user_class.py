@@ -155,6 +155,6 @@ def _check_options(constructor: FileFunction, options: Mapping[str, Any], sectio
     problems += [f"{name}: missing" for name in sorted(constructor.required_names - {*options})]
     if problems:
         raise ConfigError(
-            f"{section}.options.{problems[0]}: {constructor.name} in {constructor.file} has"
-            f" parameters ({constructor.signature_text})"
+            f"{section}.options.{problems[0]}: the parameters of {constructor.name} in"
+            f" {constructor.file} are {', '.join(constructor.parameters) or 'none'}"
         )

@@ -292,7 +292,7 @@ class McpTools:
             if name not in os.environ:
                 raise ConfigError(f"{self.label}: env: {name} is not set in the environment")
         if self.config.command and shutil.which(self.config.command[0]) is None:
-            raise ConfigError(f"{self.label}: {self.config.command[0]} is not on PATH")
+            raise ConfigError(f"{self.label}: no program {self.config.command[0]} is found")
         read_headers(self.config)
 
     async def list_tools(self, deadline: float) -> Sequence[ToolSchema]:

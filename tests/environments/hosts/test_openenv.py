@@ -149,7 +149,10 @@ async def test_a_row_has_a_seed_and_data_of_the_reset_of_its_own(connect):
     ("options", "words"),
     [
         ({"url": "http://localhost"}, r"url=http://localhost: must be ws://HOST:PORT/PATH"),
-        ({"action": {"text": "a"}}, r"action=\{'text': 'a'\}: must be \{field: NAME\} or \{json: "),
+        ({"url": "ws://localhost:x/ws"}, r"url=ws://localhost:x/ws: must be ws://HOST:PORT/PATH"),
+        ({"url": 3}, "url=3: must be ws://HOST:PORT/PATH"),
+        ({"action": {"text": "a"}}, r'action=\{"text": "a"\}: must be \{field: NAME\} or \{json: '),
+        ({"action": True}, r"action=true: must be \{field: NAME\}"),
     ],
 )
 def test_unusable_options_are_refused(options, words):

@@ -172,7 +172,7 @@ async def test_tools_that_cannot_be_used_are_config_errors(open_session):
             "python: has a tool python, as has the class; rename",
         ),
         (open_session(tools=[RAW, RAW]), "has a tool write, as has environment.tools: MCP"),
-        (open_session(tools=[ToolConfig("mcp", command=["nosuch"])]), "nosuch is not on PATH"),
+        (open_session(tools=[ToolConfig("mcp", command=["nosuch"])]), "no program nosuch is found"),
     ):
         response = await session.send(HostOperation.DESCRIBE)
         assert response.is_config_error and error in response.error

@@ -102,11 +102,8 @@ class Mine:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "options.size: missing: Mine in {path} has parameters (size, *, words=())"),
-        (
-            {"size": 4, "word": "a"},
-            "options.word: no such parameter: Mine in {path} has parameters",
-        ),
+        ({}, "size: missing: the parameters of Mine in {path} are size, words"),
+        ({"size": 4, "word": "a"}, "word: no such parameter: the parameters of Mine in {path} are"),
     ],
 )
 @pytest.mark.parametrize("section", ["environment", "environment.named.guess"])
@@ -114,4 +111,4 @@ def test_an_option_that_does_not_suit_the_constructor_is_named(write, section, o
     path = write(WITH_OPTIONS)
     with pytest.raises(ConfigError) as caught:
         load_user_class(EnvironmentSpec(path=path, options=options), section=section)
-    assert str(caught.value).startswith(f"{section}.{words.format(path=path)}")
+    assert str(caught.value).startswith(f"{section}.options.{words.format(path=path)}")

@@ -270,7 +270,7 @@ async def test_a_server_that_does_not_start_or_answer_is_named():
 
 
 async def test_what_a_machine_lacks_is_a_config_error(monkeypatch):
-    with pytest.raises(ConfigError, match="MCP server nosuch -v: nosuch is not on PATH"):
+    with pytest.raises(ConfigError, match="MCP server nosuch -v: no program nosuch is found"):
         await make_source(["nosuch", "-v"]).check()
     monkeypatch.delenv("SEARCH_KEY", raising=False)
     with pytest.raises(ConfigError, match="env: SEARCH_KEY is not set"):
