@@ -7,13 +7,14 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path, parse_whole_number
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import format_quantity, make_printable
 from streamrl.run_dir.run_config_file import check_run_dir
@@ -122,7 +123,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=int, metavar="N", help="rollouts that step N trained")
     chosen.add_argument(
-        "--last", type=int, default=1, metavar="N", help="rollouts of the last N recorded steps (1)"
+        "--last",
+        type=partial(parse_whole_number, least=1),
+        default=1,
+        metavar="N",
+        help="rollouts of the last N recorded steps (1)",
     )
     chosen.add_argument(
         "--uid", type=parse_nonempty, metavar="UID", help="one group, epoch:index:attempt"
@@ -160,8 +165,6 @@ def _select_groups(arguments: argparse.Namespace) -> list[RecordedGroup]:
         raise ConfigError(
             f"{run_dir}: no {ROLLOUTS_FOLDER}/: telemetry.rollouts.every=0, or no step has ended"
         )
-    if arguments.last < 1:
-        raise ConfigError(f"--last {arguments.last}: must be at least 1")
     steps_to_read = steps[-arguments.last :]
     if arguments.step is not None:
         steps_to_read = [step for step in steps if step == arguments.step]

@@ -9,9 +9,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.arg_types import parse_path, parse_whole_number
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
@@ -147,14 +148,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_problem_arguments(parser)
     parser.add_argument(
         "--max-staleness",
-        type=parse_nonempty,
+        type=parse_bounds,
         metavar="LIST",
         help="bounds to choose from, e.g. 0,1,4 (default: the config's own, compared with"
         f" {DEFAULT_BOUNDS})",
     )
     parser.add_argument(
         "--proposals",
-        type=int,
+        type=partial(parse_whole_number, least=0, most=MAX_PROPOSALS),
         default=DEFAULT_PROPOSALS,
         metavar="N",
         help=f"proposals of each random search ({DEFAULT_PROPOSALS})",
@@ -234,27 +235,20 @@ def _plan(
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for options that are invalid whatever the config contains."""
-    if arguments.max_staleness is not None:
-        parse_bounds(arguments.max_staleness)
-    if not 0 <= arguments.proposals <= MAX_PROPOSALS:
-        raise ConfigError(f"--proposals {arguments.proposals}: must be from 0 to {MAX_PROPOSALS}")
-    if arguments.output is not None and arguments.output.suffix != ".yaml":
-        raise ConfigError(f"-o {arguments.output}: must end in .yaml")
-    if arguments.output is not None:
+    output = arguments.output
+    if output is not None:
+        if output.suffix != ".yaml":
+            raise ConfigError(f"-o {output}: must end in .yaml")
         inputs = [arguments.config, arguments.constants or arguments.config]
-        check_output_file("-o", arguments.output, inputs=inputs)
+        check_output_file("-o", output, inputs=inputs)
 
 
 def parse_bounds(text: str) -> Sequence[int]:
-    """Return the staleness bounds in a text such as "0,1,4", sorted.
-
-    Raises ConfigError for malformed text.
-    """
+    """Return the staleness bounds in a text such as "0,1,4", sorted."""
     words = text.split(",")
     if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MAX_STALENESS for w in words):
-        raise ConfigError(
-            f"--max-staleness {text}: must be numbers from 0 to {MAX_STALENESS}, e.g. 0,1"
-        )
+        rule = f"must be numbers from 0 to {MAX_STALENESS}, e.g. 0,1"
+        raise argparse.ArgumentTypeError(f"{text}: {rule}")
     return sorted({int(word) for word in words})
 
 
@@ -269,7 +263,7 @@ def read_staleness_request(
     """
     path, overrides, own_bound = arguments.config, arguments.overrides, None
     if arguments.max_staleness is not None:
-        bounds = parse_bounds(arguments.max_staleness)
+        bounds = arguments.max_staleness
     else:
         own_bound = load_config(path, overrides).pipeline.max_staleness
         if own_bound > MAX_STALENESS:

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
+from streamrl.cli.arguments.arg_types import parse_whole_number
 from streamrl.cli.arguments.environment_args import (
     RenderPrompt,
     add_environment_arguments,
@@ -105,11 +107,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rows",
-        type=int,
+        type=partial(parse_whole_number, least=1),
         metavar="N",
         help=f"rows of --check; without a file, rows without text (default: {DEFAULT_ROWS})",
     )
-    parser.add_argument("--row", type=int, metavar="N", help="row of the file, from 0 (default: 0)")
+    row_type = partial(parse_whole_number, least=0)
+    parser.add_argument(
+        "--row", type=row_type, metavar="N", help="row of the file, from 0 (default: 0)"
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="user message of a row, without a file")
     parser.add_argument("--truth", metavar="TEXT", help="ground truth of the row of --prompt")
     parser.add_argument(
@@ -142,8 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_row_arguments(arguments: argparse.Namespace) -> None:
-    if arguments.row is not None and arguments.row < 0:
-        raise ConfigError(f"--row={arguments.row}: must be at least 0")
     if arguments.prompt is not None and (arguments.data is not None or arguments.row is not None):
         raise ConfigError("--prompt: gives the row itself; remove --data and --row")
     if arguments.truth is not None and arguments.prompt is None:
@@ -210,8 +213,6 @@ def _read_line(label: str) -> str:
 def _run_check(arguments: argparse.Namespace, recipe: ConfigSections | None) -> int:
     """Print each finding as it comes; return exit code 1 if a check failed, else 0."""
     arguments.rows = DEFAULT_ROWS if arguments.rows is None else arguments.rows
-    if arguments.rows < 1:
-        raise ConfigError(f"--rows={arguments.rows}: must be at least 1")
     # A failing close is a finding.
     logging.getLogger("streamrl.environments").setLevel(logging.ERROR)
     with show_progress("checking the environment") as progress:

@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from streamrl.cli.arguments.arg_types import parse_path
+from streamrl.cli.arguments.arg_types import parse_path, parse_whole_number
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import SERVING_ROLES
 from streamrl.errors import ConfigError
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         noun = f"{role.replace('_', ' ')} replicas" if option == role else option
         parser.add_argument(
             f"--{option.replace('_', '-')}",
-            type=int,
+            type=partial(parse_whole_number, least=1),
             metavar="N",
             help=f"scale to N {noun}",
         )
@@ -38,9 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     counts = {option: options[option] for option in OPTION_ROLES if options[option] is not None}
     if not counts:
         raise ConfigError("scale: name a role to scale, e.g. --generators 4")
-    for option, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"--{option.replace('_', '-')} {count}: must be 1 or more")
     with show_progress(f"waiting for {arguments.run_dir}"):
         timeout_s = compute_timeout_s(arguments.run_dir, counts)
         wanted = {OPTION_ROLES[option]: count for option, count in counts.items()}

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
+from streamrl.cli.arguments.arg_types import parse_whole_number
 from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_problem_arguments(parser)
     parser.add_argument(
         "--steps",
-        type=int,
+        type=partial(parse_whole_number, least=1, most=MAX_STEPS),
         metavar="N",
         help=f"training steps ({DEFAULT_STEPS}, or more if generation runs far ahead)",
     )
@@ -43,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.steps is not None and not 1 <= arguments.steps <= MAX_STEPS:
-        raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MAX_STEPS}")
     with show_progress("reading config and data") as progress:
         text = _simulate(arguments, progress)
     print(text)

@@ -299,12 +299,15 @@ def empty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
         (["scale", "{run}"], "name a role to scale"),
         (["scale", "nowhere", "--generators", "2"], NO_RUN),
-        (["scale", "{run}", "--generators", "0"], "--generators 0: must be 1 or more"),
+        (
+            ["scale", "{run}", "--generators", "0"],
+            "--generators: 0: must be a whole number, at least 1",
+        ),
         (["scale", "{run}", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),
         (["data"], "the following arguments are required: action (see"),
         (["plan", *PLAN_ARGS, "--prompt-tokens", "x"], "--prompt-tokens: x: must be a number"),
-        (["plan", *PLAN_ARGS, "--seed", "1.5"], "--seed: 1.5: must be a whole number"),
+        (["plan", *PLAN_ARGS, "--seed", "1.5"], "--seed: 1.5: must be a whole number, at least 0"),
         (["graph", "x.yaml"], "graph: no longer a command; use streamrl config --graph"),
         (["config", "--rewards", "tags"], "no such kind of reward; use kind regex with pattern: "),
         (

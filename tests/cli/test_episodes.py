@@ -74,6 +74,8 @@ def test_bad_input_is_one_line(refuse: Show, run_dir: Path, tmp_path: Path):
     (tmp_path / "rollouts" / "step_000001.jsonl").touch()
     error = refuse("episodes", tmp_path)
     assert "rollouts/ has only step_*.jsonl, which versions up to 2026-11-26 wrote" in error
-    assert "--last 0: must be at least 1" in refuse("episodes", run_dir, "--last", 0)
+    assert "--last: 0: must be a whole number, at least 1" in refuse(
+        "episodes", run_dir, "--last", 0
+    )
     (run_dir / "rollouts" / "step_000006.parquet").write_text("no parquet")
     assert "step_000006.parquet: not recorded rollouts" in refuse("episodes", run_dir)

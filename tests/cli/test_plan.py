@@ -203,7 +203,7 @@ def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(
         (["--cluster", "8xH100", "--constants", "no/file"], "constants no/file: no such file"),
         (["--cluster", "65536xH100"], "65536 devices: must be at most 16384"),
         (["--cluster", "8xH100", "--prompt-tokens", "nan"], "--prompt-tokens nan: must be above"),
-        (["--cluster", "8xH100", "--seed", "-1"], "--seed -1: must be 0 or more"),
+        (["--cluster", "8xH100", "--seed", "-1"], "--seed: -1: must be a whole number, at least 0"),
         (["--cluster", "8xH100", "trainer.world=2"], "trainer.world"),
         ([], "the following arguments are required: --cluster"),
     ],
@@ -231,13 +231,13 @@ def test_a_plan_says_that_the_time_of_environments_is_left_out(
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        ("plan", ["--max-staleness", "one"], "--max-staleness one: must be numbers"),
+        ("plan", ["--max-staleness", "one"], "--max-staleness: one: must be numbers"),
         ("plan", ["--max-staleness", "9" * 5000], "must be numbers from 0 to 64"),
-        ("plan", ["--proposals", "-1"], "--proposals -1"),
+        ("plan", ["--proposals", "-1"], "--proposals: -1: must be"),
         ("plan", ["--filtered", "0.5"], "filter.kind=none"),
         ("plan", ["-o", "plan.json"], "-o plan.json: must end in .yaml"),
         ("plan", ["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b names the same"),
-        ("simulate", ["--steps", "10000000"], "must be from 1 to 10000"),
+        ("simulate", ["--steps", "10000000"], "must be a whole number from 1 to 10000"),
         ("simulate", ["generator.replicas=9"], "the cluster has 8"),
         ("simulate", ["pipeline.max_staleness=1000000000"], "must be from 0 to 64"),
         (

@@ -117,14 +117,14 @@ def test_a_config_of_a_check_may_consist_of_the_environment_alone(play, tmp_path
     [
         (["none.py"], "environment.path=none.py: no such file"),
         (["guess.py", "--row", "1"], "--row=1: needs a prompt file; give --data"),
-        (["guess.py", "--row", "-1"], "--row=-1: must be at least 0"),
+        (["guess.py", "--row", "-1"], "--row: -1: must be a whole number, at least 0"),
         (["guess.py", "--data", "rows.jsonl", "--row", "2"], "rows.jsonl: has no row 2"),
         (["guess.py", "--truth", "1"], "--truth=1: needs --prompt"),
         (["guess.py", "--rows", "2"], "--rows: has no effect without --check"),
         (["guess.py", "--check", "--seed", "2"], "--seed: has no effect with --check"),
         (["guess.py", "--split", "x"], "--split=x has no effect"),
         (["guess.py", "--prompt", "x", "--row", "0"], "--prompt: gives the row itself"),
-        (["guess.py", "--check", "--rows", "0"], "--rows=0: must be at least 1"),
+        (["guess.py", "--check", "--rows", "0"], "--rows: 0: must be a whole number, at least 1"),
         (["guess.py", "--check", "--config", "bad.yaml"], "key is environment.turn_timeout_s"),
     ],
 )

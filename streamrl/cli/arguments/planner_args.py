@@ -4,12 +4,13 @@ import argparse
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path, parse_whole_number
 from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import REWARD_ROLES
@@ -85,7 +86,8 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="YAML file of cost constants, as written by `streamrl calibrate`",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    seed_type = partial(parse_whole_number, least=0)
+    parser.add_argument("--seed", type=seed_type, default=0, metavar="N", help="random seed (0)")
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,6 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
 
     Without --prompt-tokens the prompt lengths are measured on the run's data files.
     """
-    if arguments.seed < 0:
-        raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
     cluster = Cluster.from_text(arguments.cluster)
     constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:

@@ -131,7 +131,7 @@ def _make_results(*contents: str) -> list[Message]:
     ]
 
 
-def find_difference(
+def describe_difference(
     tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[int], appended: Sequence[int]
 ) -> str:
     """Describe the first different token of a template's rendering and a stream; "" if equal."""
@@ -150,7 +150,7 @@ def _compare(renderer: TurnRenderer, kind: str, messages: Sequence[Message]) -> 
     rendered = renderer.get_writer(has_tools=has_tools).render(messages, tools)
     tokenizer = renderer.tokenizer
     appended = append_turns(renderer, messages, tools)
-    difference = find_difference(tokenizer, renderer.encoder.encode(rendered), appended)
+    difference = describe_difference(tokenizer, renderer.encoder.encode(rendered), appended)
     in_order = ".*".join(re.escape(message["content"]) for message in messages)
     if kind == USER_MESSAGES and not re.search(in_order, rendered, re.DOTALL):
         raise ConfigError(

@@ -1,6 +1,6 @@
 import pytest
 
-from streamrl.environments.rendering.conformance import check_template, find_difference
+from streamrl.environments.rendering.conformance import check_template, describe_difference
 from streamrl.errors import ConfigError
 
 
@@ -77,8 +77,8 @@ def test_a_template_that_loses_the_order_of_longer_conversations_is_refused(
 
 def test_the_first_difference_may_be_the_end_of_either_side(bpe_tokenizer):
     end = bpe_tokenizer.eos_token_id
-    assert find_difference(bpe_tokenizer, [5, end], [5, end]) == ""
-    longer = find_difference(bpe_tokenizer, [5], [5, end])
+    assert describe_difference(bpe_tokenizer, [5, end], [5, end]) == ""
+    longer = describe_difference(bpe_tokenizer, [5], [5, end])
     assert longer == "token 1: the template renders nothing, the stream has '<|im_end|>'"
-    shorter = find_difference(bpe_tokenizer, [5, end], [5])
+    shorter = describe_difference(bpe_tokenizer, [5, end], [5])
     assert shorter == "token 1: the template renders '<|im_end|>', the stream has nothing"
