@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import GENERATE_CALL, POLICY
+from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.placements import Placement
@@ -13,7 +13,7 @@ from streamrl.planner.calibration.run_trace import ENGINE_WARM_UP_STEPS, RunTrac
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.stage_timings import GeneratorTiming, StageTimings
+from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 from streamrl.planner.to_placement import build_run_placement
@@ -107,38 +107,25 @@ class PlannedRun:
         return cls(config, build_planner_problem(config, cluster, request), placement)
 
     @property
-    def default_constants(self) -> CostConstants:
-        return CostConstants.from_cluster(self.problem.cluster)
-
-    @property
     def initial_constants(self) -> CostConstants:
         """Cost constants from which a calibration starts.
 
         On CPU, memory and compute terms of a decode step run at full speed; the fit attributes any
         slowness to the overhead of a step.
         """
-        constants = build_run_constants(self.config, self.default_constants)
-        if self.problem.cluster.is_cpu:
+        cluster = self.problem.cluster
+        constants = build_run_constants(self.config, CostConstants.from_cluster(cluster))
+        if cluster.is_cpu:
             constants = replace(constants, decode_flops_fraction=1.0, decode_memory_fraction=1.0)
         return constants
 
     @property
     def base_timings(self) -> StageTimings:
         timings = CostModel(self.problem, self.initial_constants).predict_timings(self.placement)
-        generator = self._set_kv_tokens(timings.generator)
+        generator = timings.generator
         if self.config.weights.kv == "recompute":
             generator = replace(generator, recompute_token_s=generator.prefill_token_s)
         return apply_replica_counts(replace(timings, generator=generator), self.config)
-
-    def _set_kv_tokens(self, generator: GeneratorTiming) -> GeneratorTiming:
-        if not self.problem.kv_cache_bytes:
-            return generator
-        shape = self.problem.models[POLICY]
-        itemsize = self.default_constants.kv_bytes
-        token_bytes = (
-            shape.count_kv_bytes_per_token(itemsize) / self.config.generator.tensor_parallel
-        )
-        return replace(generator, kv_tokens=self.problem.kv_cache_bytes / token_bytes)
 
 
 def count_generators(config: RunConfig) -> int:

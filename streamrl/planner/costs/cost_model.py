@@ -155,14 +155,13 @@ class CostModel:
         return self._call_duration(stage, assignment)
 
     def compute_kv_capacity_bytes(self, placement: Placement) -> float:
-        """Return bytes available for the KV cache on each generating device.
+        """Return the KV cache's bytes on each generating device: as the run sets, or what is free.
 
         The placement may be partial, as long as it has devices for generation.
         """
-        capacity = self._build_device_memory(placement).compute_kv_capacity_bytes(
-            self._generate_stage
-        )
-        return min(capacity, self.problem.kv_cache_bytes or math.inf)
+        memory = self._build_device_memory(placement)
+        set_kv = self.problem.kv_cache_bytes
+        return set_kv or memory.compute_kv_capacity_bytes(self._generate_stage)
 
     def compute_kv_cache_bytes(self, placement: Placement) -> float:
         return self._build_device_memory(placement).compute_kv_cache_bytes(self._generate_stage)
