@@ -12,6 +12,7 @@ from streamrl.files.typed_settings import (
     above,
     at_least,
     one_of,
+    quote_value,
     read_settings,
 )
 
@@ -195,7 +196,7 @@ def _parse_data_file(entry: Any, key: str) -> DataFile:
         entry = {"path": entry}
     if not isinstance(entry, dict):
         raise ConfigError(
-            f"{key}={entry!r}: must be a path, a mapping of {', '.join(FILE_KEYS)}, or a"
+            f"{key}={quote_value(entry)}: must be a path, a mapping of {', '.join(FILE_KEYS)}, or a"
             f" list of these"
         )
     # Run directories of earlier versions name the kind.

@@ -44,6 +44,7 @@ def test_each_file_has_its_own_options():
     ("train", "words"),
     [
         (3, "data.train=3: must be a path, a mapping of path, weight, split"),
+        (True, "data.train=true: must be a path"),
         ({"weight": 1}, "data.train.path: missing"),
         (
             ["a", {"path": "b", "wieght": 1}],
