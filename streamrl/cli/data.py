@@ -13,7 +13,11 @@ import numpy as np
 import xxhash
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.config_args import add_file_options, read_file_options
+from streamrl.cli.arguments.config_args import (
+    add_file_options,
+    add_recipe_argument,
+    read_file_options,
+)
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.config import DataConfig, DataFile
@@ -121,12 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=parse_path, metavar="DIR", help="model directory with the tokenizer"
     )
-    parser.add_argument(
-        "--config",
-        type=parse_path,
-        metavar="CONFIG",
-        help="YAML file or run directory with the model, files and limits to use",
-    )
+    add_recipe_argument(parser, "the model, files and limits to use")
     add_file_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.config_args import add_file_options
+from streamrl.cli.arguments.config_args import add_file_options, add_recipe_argument
 from streamrl.cli.data import parse_named_files
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.chat_template import load_tokenizer
@@ -35,6 +35,7 @@ from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import hash_answers
 from streamrl.run_dir.checkpoint import check_model_dir, find_resume_point
+from streamrl.run_dir.run_config_file import CONFIG_FILE
 from streamrl.stream.evaluation.config import EvaluationConfig
 from streamrl.stream.evaluation.metrics import ConfidenceInterval, EvaluationResult
 from streamrl.stream.evaluation.sample_and_score import GenerateFn, SampledPrompt, evaluate_policy
@@ -86,12 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, metavar, text) in SAMPLING_OPTIONS.items():
         option = f"--{name.replace('_', '-')}"
         sampling.add_argument(option, type=kind, metavar=metavar, help=text)
-    parser.add_argument(
-        "--config",
-        type=parse_path,
-        metavar="CONFIG",
-        help="YAML file or run directory with the rewards, max_new_tokens and evaluation.*",
-    )
+    add_recipe_argument(parser, "the rewards, max_new_tokens and evaluation.*")
     parser.add_argument(
         "--max-new-tokens",
         type=int,
@@ -148,11 +144,13 @@ def load_subject(path: Path, recipe: Path | None) -> EvaluationSubject:
     config file or run directory with the settings; None: those of the run, else defaults. Raises
     ConfigError.
     """
+    kinds = ("config.json", "state.json", CONFIG_FILE)
+    if not any((path / name).is_file() for name in kinds):
+        raise ConfigError(
+            f"{path}: neither a model directory, nor a checkpoint, nor a run directory: holds none"
+            f" of {', '.join(kinds)}"
+        )
     if not (path / "config.json").is_file():
-        if not (path / "state.json").is_file() and not (path / "checkpoints").is_dir():
-            raise ConfigError(
-                f"{path}: neither a model directory, nor a checkpoint, nor a run directory"
-            )
         resume = find_resume_point(path)
         if resume.checkpoint is None:
             raise ConfigError(f"{path}: the run has no checkpoint yet")

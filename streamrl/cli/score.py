@@ -16,8 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.config_args import ROW_OPTIONS, add_file_options, read_file_options
+from streamrl.cli.arguments.arg_types import parse_nonempty
+from streamrl.cli.arguments.config_args import (
+    ROW_OPTIONS,
+    add_file_options,
+    add_recipe_argument,
+    read_file_options,
+)
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.config import DataFile
 from streamrl.data.indexed_table import open_table
@@ -67,12 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="REWARD",
         help="reward kind, file.py:function, or {kind: regex, pattern: x, weight: 0.5}; repeatable",
     )
-    parser.add_argument(
-        "--config",
-        type=parse_path,
-        metavar="CONFIG",
-        help="YAML file or run directory with the rewards to use",
-    )
+    add_recipe_argument(parser, "the rewards to use")
     add_file_options(parser, ROW_OPTIONS)
     parser.add_argument(
         "--jsonl", action="store_true", help="print only the JSON lines, without a summary"

@@ -43,12 +43,11 @@ from streamrl.engines.trainer_config import (
 )
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import AlgorithmError, ConfigError
-from streamrl.files.bounded_read import read_small_yaml
+from streamrl.files.bounded_read import read_small_yaml, wrap_file_errors
 from streamrl.files.typed_settings import (
     Conflict,
     at_least,
     check_conflicts,
-    describe_read_error,
     get_fields,
     merge_settings,
     prepare_settings,
@@ -692,12 +691,8 @@ def _read_config_file(path: Path) -> DictConfig:
     """
     if os.path.isdir(path):
         path = check_run_dir(path)
-    try:
+    with wrap_file_errors(f"config {path}"):
         loaded = read_small_yaml(path)
-    except OSError as error:
-        raise ConfigError(f"config {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"config {path}: {describe_read_error(error)}") from None
     if not isinstance(loaded, dict | None):
         raise ConfigError(f"config {path}: {loaded!r:.40}: must be a mapping of settings")
     try:

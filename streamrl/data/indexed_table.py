@@ -26,6 +26,7 @@ from streamrl.data.rows import IndexedRecords, format_error, wrap_data_errors
 from streamrl.errors import ConfigError, DataError
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import MIB, open_regular_file, parse_json, read_lines
+from streamrl.files.typed_settings import describe_read_error
 
 JSONL_EXTENSIONS = (".jsonl", ".ndjson", ".json")
 PARQUET = ".parquet"
@@ -45,8 +46,7 @@ def _wrap_open_errors(path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, ValueError, pa.ArrowException) as error:
-        reason = error.strerror if isinstance(error, OSError) else ""
-        raise ConfigError(f"{path}: cannot be read: {reason or format_error(error)}") from error
+        raise ConfigError(f"{path}: cannot be read: {describe_read_error(error)}") from error
 
 
 def open_table(path: str, split: str = "", *, is_text: bool = False) -> "IndexedTable":

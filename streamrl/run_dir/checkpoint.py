@@ -26,7 +26,13 @@ from streamrl.buffer.journal import check_first_segment, delete_segments_from
 from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError, JournalError
 from streamrl.files.atomic_write import sync_and_rename, wrap_checkpoint_errors, write_atomic
-from streamrl.files.bounded_read import MIB, parse_json, read_small_json, read_small_text
+from streamrl.files.bounded_read import (
+    MIB,
+    parse_json,
+    read_small_json,
+    read_small_text,
+    wrap_file_errors,
+)
 from streamrl.files.file_proofs import (
     FileProof,
     compute_digest,
@@ -34,7 +40,7 @@ from streamrl.files.file_proofs import (
     list_files,
     prove_files,
 )
-from streamrl.files.typed_settings import at_least, describe_read_error
+from streamrl.files.typed_settings import at_least
 from streamrl.run_dir.discarded import keep_links, link_or_copy
 from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.sinks import METRICS_FILE
@@ -249,11 +255,9 @@ def read_checkpoint(folder: Path, *, key: str = "--resume ") -> Checkpoint:
 
 def _read_state(path: Path, location: str) -> dict[str, Any]:
     """Read state.json, and check the hash of its text, which SIZES_ONLY_FORMAT does not have."""
-    try:
+    with wrap_file_errors(location):
         text = read_small_text(path, most_bytes=MAX_STATE_BYTES)
         state = parse_json(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{location}: {describe_read_error(error)}") from None
     version = state.get("format") if isinstance(state, dict) else None
     if version not in (CHECKPOINT_FORMAT, SIZES_ONLY_FORMAT):
         raise ConfigError(f"{location}: not a checkpoint of format {CHECKPOINT_FORMAT}")
@@ -349,10 +353,8 @@ def read_layout(run_dir: Path, *, shards: int) -> QueueLayout:
     path = run_dir / "journal" / LAYOUT_FILE
     if not path.exists():
         return QueueLayout(shards)
-    try:
+    with wrap_file_errors(path):
         return convert(read_small_json(path), QueueLayout)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {describe_read_error(error)}") from None
 
 
 def _get_snapshot_layout(checkpoint: Checkpoint, *, shards: int) -> QueueLayout:

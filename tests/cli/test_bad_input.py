@@ -292,11 +292,12 @@ def empty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("words", "part"),
     [
         (["train", "run.steps=3"], "name a config file first"),
-        (["train", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["train", "nowhere.yaml"], "config nowhere.yaml: no such file"),
         (["train", "--resume", "nowhere"], NO_RUN),
         (["train", "--resume", "{tmp}"], "not a run directory: holds no config.yaml"),
         (["train", "{tmp}"], "not a run directory: holds no config.yaml"),
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
+        (["evaluate", "{run}", "--data", "x.jsonl"], "the run has no checkpoint yet"),
         (["scale", "{run}"], "name a role to scale"),
         (["scale", "nowhere", "--generators", "2"], NO_RUN),
         (

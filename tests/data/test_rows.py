@@ -166,7 +166,7 @@ def test_a_malformed_or_truncated_parquet_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_a_missing_file_and_a_directory_are_refused(tmp_path, name):
-    assert "cannot be read: No such file" in refusal(tmp_path / name)
+    assert "cannot be read: no such file" in refusal(tmp_path / name)
     (tmp_path / name).mkdir()
     assert "directory" in refusal(tmp_path / name)
 

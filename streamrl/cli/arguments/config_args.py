@@ -23,6 +23,12 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_recipe_argument(parser: argparse.ArgumentParser, contents: str) -> None:
+    """Declare --config, which gives some sections. contents: what the command takes from it."""
+    text = f"YAML file or run directory with {contents}"
+    parser.add_argument("--config", type=parse_path, metavar="CONFIG", help=text)
+
+
 FILE_OPTIONS = {
     "prompt_key": ("COLUMN", "prompt column (default: the config's, or prompt)"),
     "label_key": ("COLUMN", "ground truth column"),

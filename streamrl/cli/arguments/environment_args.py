@@ -5,8 +5,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
-from streamrl.cli.arguments.config_args import ROW_OPTIONS, add_file_options, read_file_options
+from streamrl.cli.arguments.arg_types import parse_nonempty
+from streamrl.cli.arguments.config_args import (
+    ROW_OPTIONS,
+    add_file_options,
+    add_recipe_argument,
+    read_file_options,
+)
 from streamrl.config.run_config import ConfigSections
 from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import check_row_environment, load_data_rows, make_prompt
@@ -35,12 +40,7 @@ def add_environment_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="environment among environment.named of --config (default: the row's)",
     )
-    parser.add_argument(
-        "--config",
-        type=parse_path,
-        metavar="CONFIG",
-        help="YAML file or run directory with the environment and, if given, model and data",
-    )
+    add_recipe_argument(parser, "the environment and, if given, model and data")
     parser.add_argument(
         "--data", type=parse_nonempty, metavar="FILE", help="prompt file with the rows of episodes"
     )

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import read_small_json
+from streamrl.files.bounded_read import read_small_json, wrap_file_errors
 from streamrl.files.typed_settings import (
     Conflict,
     check_conflicts,
-    describe_read_error,
     suggest_nearest,
 )
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
@@ -270,10 +269,8 @@ def load_model_shape(model: str) -> ModelShape:
             f"model {model}: neither a known model name nor a model directory;"
             f" {suggest_nearest(model, MODEL_SHAPES, 'model')}"
         )
-    try:
+    with wrap_file_errors(f"model {path}"):
         config = read_small_json(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: {describe_read_error(error)}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"model {path}: must be a JSON object")
     return _from_huggingface(config, str(path))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.files.bounded_read import read_small_yaml
-from streamrl.files.typed_settings import describe_read_error, read_settings
+from streamrl.files.bounded_read import read_small_yaml, wrap_file_errors
+from streamrl.files.typed_settings import read_settings
 from streamrl.placement.clusters import Cluster
 
 OPTIMIZER_MEMORY_FRACTION = 0.7
@@ -170,10 +170,8 @@ class CostConstants:
 
         Raise ConfigError, which suggests the nearest valid name, for an invalid file.
         """
-        try:
+        with wrap_file_errors(f"constants {path}"):
             values = read_small_yaml(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"constants {path}: {describe_read_error(error)}") from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
         known = asdict(defaults or cls())
