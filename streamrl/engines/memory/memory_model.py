@@ -75,7 +75,6 @@ def measure_training_sizes(
         # Ranks split an MLP's columns, or the experts and so the tokens that pass through them.
         mlp_width=_find_intermediate_size(module) // ranks,
         head_rows=config.vocab_size // (ranks if is_split else 1),
-        vocabulary=config.vocab_size,
         has_chunked_mlps=ranks == 1 and num_chunked >= config.num_hidden_layers,
         has_experts=bool(_count_token_experts(module)),
         itemsize=DTYPE_BYTES[trainer.resolve_dtype(on_gpu=on_gpu)],

@@ -54,7 +54,6 @@ class TrainingSizes:
       outside of layers. largest_param: the largest one.
     mlp_width: columns of a token's MLP, of all experts that the token passes through.
     head_rows: rows of the output head.
-    vocabulary: rows of the embedding.
     has_chunked_mlps: whether the MLPs of all layers compute in chunks if layers are checkpointed.
     has_experts: whether tokens pass through some of a layer's experts.
     itemsize: bytes of a weight.
@@ -74,7 +73,6 @@ class TrainingSizes:
     hidden: int
     mlp_width: int
     head_rows: int
-    vocabulary: int
     has_chunked_mlps: bool
     has_experts: bool
     itemsize: int
@@ -120,25 +118,22 @@ def estimate_rank_memory(
         transient = replace(transient, update=update)
     activations = tokens * itemsize * _count_token_values(sizes, trainer, on_gpu=on_gpu)
     activations += _estimate_head_bytes(sizes, trainer, tokens)
-    memory = WorkerMemory(
+    served, gathered_experts, kv_cache = 0, 0, 0
+    if generator is not None:
+        served = _count_copied_params(sizes, trainer, generator, on_gpu=on_gpu)
+        served *= DTYPE_BYTES[generator.resolve_dtype(on_gpu=on_gpu)]
+        # vLLM stores experts in a layout of its own: a version is gathered whole, then loaded.
+        if trainer.has_sharded_params and sizes.has_experts:
+            gathered_experts = sizes.base_params * itemsize
+        kv_cache = (generator.resolve_kv_cache_mb(on_gpu=on_gpu) or 0) * MIB
+    return WorkerMemory(
         weights=local * itemsize,
-        serving_weights=0,
+        serving_weights=served,
         optimizer=optimizer,
         gradients=gradients + transient.between_micro_batches,
         activations=activations + gathered * itemsize + transient.backward,
-        update_buffers=transient.update,
-        kv_cache=0,
-    )
-    if generator is None:
-        return memory
-    copied = _count_copied_params(sizes, trainer, generator, on_gpu=on_gpu)
-    # vLLM stores experts in a layout of its own: a version is gathered whole, then loaded.
-    gathered = sizes.base_params * (trainer.has_sharded_params and sizes.has_experts)
-    return replace(
-        memory,
-        serving_weights=copied * DTYPE_BYTES[generator.resolve_dtype(on_gpu=on_gpu)],
-        update_buffers=max(memory.update_buffers, gathered * itemsize),
-        kv_cache=(generator.resolve_kv_cache_mb(on_gpu=on_gpu) or 0) * MIB,
+        update_buffers=max(transient.update, gathered_experts),
+        kv_cache=kv_cache,
     )
 
 
@@ -171,7 +166,7 @@ def _count_copied_params(
     if generator_size == 1:
         # Parameters that training does not split are served unsplit, too.
         return served - aliased - (sizes.params - sizes.split_params)
-    has_padding = bool(sizes.vocabulary % VLLM_VOCABULARY_MULTIPLE)
+    has_padding = bool(sizes.head_rows * size % VLLM_VOCABULARY_MULTIPLE)
     return served - aliased + sizes.vocabulary_params // size * has_padding
 
 

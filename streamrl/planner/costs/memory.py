@@ -109,8 +109,8 @@ def estimate_trainer_memory(
 def _count_split_params(shape: ModelShape) -> tuple[int, int]:
     """Return `split_params` and `strided_params` of `TrainingSizes`; ranks hold whole experts."""
     split = [item for item in build_model_spec(shape, 1).tensors if item.split_dim is not None]
-    strided = [item for item in split if item.split_dim and not is_expert_tensor(item, shape)]
-    strided = [item for item in strided if item.split_dim == len(item.shape) - 1]
+    dense = [item for item in split if not is_expert_tensor(item, shape)]
+    strided = [item for item in dense if 0 < (item.split_dim or 0) == len(item.shape) - 1]
     return sum(item.numel for item in split), sum(item.numel for item in strided)
 
 
@@ -136,7 +136,6 @@ def build_training_sizes(cost: CallCost, trainer: TrainerConfig) -> TrainingSize
         hidden=shape.hidden,
         mlp_width=shape.token_mlp_width // ranks,
         head_rows=1 if shape.has_scalar_head else shape.vocab // ranks,
-        vocabulary=shape.vocab,
         has_chunked_mlps=ranks == 1 and not shape.experts,
         has_experts=bool(shape.experts),
         itemsize=DTYPE_BYTES[trainer.resolve_dtype(on_gpu=cost.on_gpu)],
