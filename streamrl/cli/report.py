@@ -84,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--uid {arguments.uid}: not in the run log. Give epoch:index:attempt of one of its"
                 f" {len(audit.admitted)} groups"
             )
-        events = trace_uid(arguments.uid, _read_run_log(run_dir), _read_events(run_dir))
+        recorded = read_jsonl(run_dir / EVENTS_FILE)
+        events = trace_uid(arguments.uid, _read_run_log(run_dir), recorded)
     if arguments.json:
         ledger = to_json(audit)
         print(json.dumps(ledger if arguments.uid is None else {**ledger, "history": events}))
@@ -210,10 +211,3 @@ def _read_run_log(run_dir: Path) -> Iterator[LogEntry]:
             " started streaming, or queue.journal.enabled=false"
         )
     return read_history(folder)
-
-
-def _read_events(run_dir: Path) -> list[dict[str, Any]]:
-    try:
-        return read_jsonl(run_dir / EVENTS_FILE)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

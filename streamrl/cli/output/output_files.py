@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from streamrl.errors import ConfigError
-from streamrl.files.atomic_write import get_partial_path, write_atomic
+from streamrl.files.atomic_write import get_partial_path, wrap_os_errors, write_atomic
 from streamrl.files.bounded_read import wrap_file_errors
 from streamrl.run_dir.run_config_file import CONFIG_FILE
 
@@ -24,13 +24,11 @@ def check_output_file(option: str, path: Path, *, inputs: Iterable[Path] = ()) -
         raise ConfigError(f"{option} {path}: is an input of this command; name another file")
     if os.path.exists(target) and not target.is_file():
         raise ConfigError(f"{option} {path}: not a file")
-    try:
+    with wrap_os_errors(f"{option} {path}", ConfigError):
         with contextlib.suppress(FileNotFoundError):
             os.lstat(get_partial_path(target))  # raises for a name that is too long
         # Permission bits do not tell (read-only mounts, ACLs), so create an unnamed file.
         tempfile.TemporaryFile(dir=target.parent).close()
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
     return target
 
 
@@ -52,7 +50,5 @@ def write_output_file(option: str, path: Path, content: str) -> None:
     Raises ConfigError, naming the option, on failure.
     """
     target = check_output_file(option, path)
-    try:
+    with wrap_os_errors(f"{option} {path}", ConfigError):
         write_atomic(target, content)
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror or error}") from None

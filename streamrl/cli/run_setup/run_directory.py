@@ -11,7 +11,7 @@ from streamrl.cli.run_setup.resume import RunDirClaim, claim_new_run, is_fork
 from streamrl.config.resume_checks import repartition_queue
 from streamrl.config.run_config import RunConfig, dump_config
 from streamrl.errors import ConfigError
-from streamrl.files.atomic_write import write_atomic
+from streamrl.files.atomic_write import wrap_os_errors, write_atomic
 from streamrl.run_dir.checkpoint import QueueLayout, ResumePoint, find_resume_point, link_checkpoint
 from streamrl.run_dir.run_config_file import CONFIG_FILE
 from streamrl.run_dir.run_lock import RunLock, acquire_run_lock
@@ -34,7 +34,7 @@ def open_run_directory(
     log = RolloutLog(folder, every=recording.every, max_bytes=max_bytes)
     replaced = folder.with_name(f".{folder.name}.replaced")
     is_new = resume is None or is_fork(config, resume)
-    try:
+    with wrap_os_errors(f"run directory {folder}", ConfigError):
         if is_new:
             resume = _make_run_dir(config, resume, layout, claim, replaced)
         else:
@@ -43,8 +43,6 @@ def open_run_directory(
             resume.discard_later()
             _repartition_queue(config, resume, layout)
             write_atomic(folder / CONFIG_FILE, dump_config(config))
-    except OSError as error:
-        raise ConfigError(f"run directory {folder}: {error.strerror or error}") from None
     try:
         yield log, resume
     except BaseException as error:
