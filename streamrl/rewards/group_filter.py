@@ -15,7 +15,7 @@ from streamrl.errors import RewardError
 from streamrl.files.python_module import load_function
 from streamrl.files.typed_settings import at_least, check_conflicts, one_of
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt, has_equal_scores
-from streamrl.user_code.checks import format_value
+from streamrl.user_code.checks import format_returned
 
 AUTO_OVERSAMPLE = "auto"
 #: Parameters that a user's filter function may declare.
@@ -113,7 +113,7 @@ def make_function_filter(path: str, function: str) -> GroupFilter:
             raise RewardError(f"{where}: {code.describe_error(error)}") from error
         returned = f"{code.name} in {code.file} returned"
         if not isinstance(keep, bool | np.bool_):
-            raise RewardError(f"{where}: {returned} {format_value(keep)}, not True or False")
+            raise RewardError(f"{where}: {returned} {format_returned(keep)}, not True or False")
         return None if keep else f"{returned} False"
 
     return reject_unkept

@@ -10,7 +10,8 @@ import numpy as np
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def format_value(value: Any) -> str:
+def format_returned(value: Any) -> str:
+    """Format any object on one line, abbreviated; its own repr may fail."""
     return " ".join(reprlib.repr(value).split())
 
 

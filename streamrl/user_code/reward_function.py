@@ -11,7 +11,7 @@ import numpy as np
 from streamrl.errors import ConfigError, RewardError
 from streamrl.files.python_module import FileFunction, load_function
 from streamrl.messages import Prompt
-from streamrl.user_code.checks import format_value, to_finite_float
+from streamrl.user_code.checks import format_returned, to_finite_float
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from streamrl.user_code.service_gate import Outage, is_outage
 
@@ -287,7 +287,7 @@ class UserFunction:
         return results
 
     def _make_result_error(self, result: Any, problem: str) -> RewardError:
-        return RewardError(f"{self.call_spec.location} returned {format_value(result)}{problem}")
+        return RewardError(f"{self.call_spec.location} returned {format_returned(result)}{problem}")
 
     def _parse_result(self, result: Any, index: int) -> RewardResult:
         """Convert the value returned for completion `index`: a number, or a dict with "score".

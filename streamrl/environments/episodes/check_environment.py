@@ -46,7 +46,7 @@ from streamrl.environments.tool_calls.tool_schema import (
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.printable_text import format_quantity
 from streamrl.messages import FinishReason, Prompt, describe_prompt
-from streamrl.user_code.checks import format_value
+from streamrl.user_code.checks import format_returned
 
 
 def check_environments(
@@ -259,7 +259,7 @@ def find_first_difference(first: EpisodeRecord, second: EpisodeRecord) -> str:
         return second.error
     for one, other in zip_longest(first.events, second.events, fillvalue=("end", None)):
         if one != other:
-            return f"{one[0]}: {format_value(one[1])}, then {format_value(other[1])}"
+            return f"{one[0]}: {format_returned(one[1])}, then {format_returned(other[1])}"
     return ""
 
 

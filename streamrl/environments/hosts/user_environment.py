@@ -30,7 +30,7 @@ from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.files.bounded_read import MIB
 from streamrl.files.python_module import FileFunction
 from streamrl.messages import Prompt
-from streamrl.user_code.checks import format_value, to_finite_float
+from streamrl.user_code.checks import format_returned, to_finite_float
 from streamrl.user_code.pool.worker import exit_if_forked
 
 MAX_RUNNING_CALLS = 256
@@ -259,7 +259,9 @@ class UserEnvironment:
         return messages
 
     def make_result_error(self, name: str, value: Any, wanted: str) -> UserCodeError:
-        return UserCodeError(f"{self._locate(name)} returned {format_value(value)}, not {wanted}")
+        return UserCodeError(
+            f"{self._locate(name)} returned {format_returned(value)}, not {wanted}"
+        )
 
     def _locate(self, name: str) -> str:
         method = self._class.methods[name]

@@ -40,10 +40,11 @@ CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 300.0
 """Longest silence of a server on an open connection; calls have deadlines of their own."""
 CLOSE_TIMEOUT_S = 4.0
-EXIT_CODE = "exit code "
+EXIT_LINE = "streamrl: exit code "
+"""Start of the line that follows a server's last; a server's own lines begin otherwise."""
 RUN_COMMAND = f"""
 sh -c 'echo $$ >&2; exec "$0" "$@"' "$0" "$@"
-printf "\\n{EXIT_CODE}%d" $? >&2
+printf "\\n{EXIT_LINE}%d" $? >&2
 kill -KILL 0
 """
 """Shell script that runs its arguments, then kills what they have left in its process group.
@@ -127,8 +128,8 @@ class McpSession:
         pid = os.pread(file, MAX_ERROR_BYTES, 0).decode(errors="replace").partition("\n")[0]
         end = os.pread(file, MAX_ERROR_BYTES, max(0, os.fstat(file).st_size - MAX_ERROR_BYTES))
         lines = [line.strip() for line in end.decode(errors="replace").split("\n") if line.strip()]
-        code = lines.pop() if lines and lines[-1].startswith(EXIT_CODE) else ""
-        return pid, lines[-1] if len(lines) > 1 else "", code
+        code = lines.pop() if lines and lines[-1].startswith(EXIT_LINE) else ""
+        return pid, lines[-1] if len(lines) > 1 else "", code.partition(": ")[2]
 
     def _kill_process(self) -> None:
         """Kill the process of a command, unless it has ended; the package would wait 2 s for it."""
@@ -242,6 +243,7 @@ class McpSession:
         """Close the session, and kill the server's process."""
         self._closing.set()
         if self._client is None:
+            self._kill_process()
             self._owner.cancel()
         _, late = await asyncio.wait({self._owner}, timeout=CLOSE_TIMEOUT_S)
         for owner in late:  # a server at a URL does not answer the last message

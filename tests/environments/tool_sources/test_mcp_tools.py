@@ -251,6 +251,7 @@ async def test_a_server_that_does_not_start_or_answer_is_named():
         (["sh", "-c", "exit 7"], "exit code 7"),
         (["sh", "-c", "kill -KILL $$"], ".*Killed.*, exit code 137"),
         (["sh", "-c", "printf sorry >&2; exit 2"], "sorry, exit code 2"),
+        (["sh", "-c", "printf 'exit code 5' >&2; exit 2"], "exit code 5, exit code 2"),
         ([*RAW_SERVER, "deny"], "ready, no method initialize"),
     ):
         with pytest.raises(EpisodeError, match=f"MCP server .*: does not start: {reason}$"):
