@@ -246,6 +246,8 @@ def test_preflight_resets_a_row_of_each_environment(
         prepare_named(NAMED, TURNS, {**TOOLS, "fails": True})
     with pytest.raises(ConfigError, match=r"max_tokens=48: leaves no room for a turn: .*line 2"):
         prepare_named(NAMED, TOOLS, {**TURNS, "first": "1" * 48})
+    with pytest.raises(ConfigError, match="line 2: column environment=: must be one of turns, to"):
+        prepare_named(NAMED, TURNS, {})
 
 
 def test_preflight_resets_an_episode_as_often_as_a_run_does(
@@ -255,24 +257,3 @@ def test_preflight_resets_an_episode_as_often_as_a_run_does(
     row = {"fails_once": str(tmp_path / "failed")}
     assert any("has no score" in note for note in prepare_named(environment, row))
     assert (tmp_path / "failed").exists()
-
-
-@pytest.mark.parametrize(
-    ("environment", "rows", "message"),
-    [
-        (NAMED, [TURNS, {}], "line 2: column environment=: must be one of turns, tools"),
-        (
-            "environment={path: FILE:Turns, max_tokens: 48}",
-            [TURNS],
-            "environment=turns: the run has none",
-        ),
-    ],
-)
-def test_preflight_refuses_rows_that_do_not_suit_the_environments(
-    prepare_named: Callable[..., tuple[str, ...]],
-    environment: str,
-    rows: list[dict[str, object]],
-    message: str,
-):
-    with pytest.raises(ConfigError, match=message):
-        prepare_named(environment, *rows)

@@ -175,17 +175,12 @@ def _write_hostile_prompt(run_dir: Path) -> None:
     write_segment(get_segment_path(folder, list_segments(folder)[-1] + 1), [record])
 
 
+def _write_foreign_record(run_dir: Path) -> None:
+    path = get_segment_path(get_journal_dir(run_dir, RUN_LOG_FOLDER), 2)
+    write_segment(path, [JournalRecord({"kind": "open", "version": 0})])
+
+
 CHECKPOINT_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "swapped": (
-        lambda saved: (saved / "critic/model/model.safetensors").replace(
-            saved / "model/model.safetensors"
-        ),
-        "model.safetensors",
-    ),
-    "same size": (
-        lambda saved: (saved / "trainer/rng_00000.safetensors").write_bytes(bytes(5128)),
-        "rng_00000.safetensors has changed since it was written",
-    ),
     "extra": (
         lambda saved: shutil.copy(
             saved / "trainer/state_00000_000.safetensors",
@@ -232,6 +227,7 @@ RUN_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "must be a JSON object with time and event",
     ),
     "hostile": (_write_hostile_prompt, "a prompt in the journal cannot be read"),
+    "history": (_write_foreign_record, "run.name=NEW the checkpoint alone is resumed"),
     "gap": (lambda run: _segment(run).rename(_segment(run, 9_999_999)), "is missing"),
     "lost": (lambda run: shutil.rmtree(run / "checkpoints"), "start a run with another name"),
     "trace": (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: "),
@@ -314,9 +310,3 @@ def test_a_checkpoint_of_an_earlier_version_is_checked_by_size(damaged: StoppedR
     assert damaged.check().version == 4
     (damaged.path / STEP / "model/config.json").write_text("{}")
     assert "model/config.json has 2 bytes of 751" in refuse(damaged)
-
-
-def test_damaged_history_is_refused_unless_only_the_checkpoint_counts(damaged: StoppedRun):
-    books = get_journal_dir(damaged.path, RUN_LOG_FOLDER)
-    write_segment(get_segment_path(books, 2), [JournalRecord({"kind": "open", "version": 0})])
-    assert "run.name=NEW the checkpoint alone is resumed" in refuse(damaged)

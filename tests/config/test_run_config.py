@@ -207,7 +207,6 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2: .*nearest key is weight"),
         ("placement.pools=[{policy: 1}, 3]", r"placement.pools\[1\]=3: must be a mapping"),
         ("placement.pools=[{policy: x}]", r"placement.pools\[0\].policy='x': must be"),
-        ("run.steps=1.5", "run.steps=1.5: must be a whole number"),
         ("run.steps=[1", r"'run.steps=\[1': the value is not YAML .*did not find expected"),
         ("run.seed=${nope}", "run.seed: Interpolation key 'nope' not found"),
         ("rewards.0.kind=foo", r"rewards\[0\].kind=foo: no such kind; the kinds are exact, "),
@@ -225,10 +224,6 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "trainer={offload_optimizer: true, zero_stage: 0}",
             "offload_optimizer=true: needs a zero_stage above 0$",
         ),
-        ("reference={every: 1, decay: 1}", "reference.decay=1.0: must be below 1$"),
-        ("costs=[{kind: exact, of: foo}]", r"costs\[0\].of=foo: must be one of last_turn, "),
-        ("rewards.0.of=foo", r"rewards\[0\].of=foo: must be one of last_turn, "),
-        ("costs=[{kind: exact, gate: x}]", r"costs\[0\].gate='x': must be true or false"),
         ("generator.stop_token_ids=[3,-1]", r"stop_token_ids\[1\]=-1: must be at least 0"),
         (
             "trainer={world_size: '${trainer.warmup_steps}'}",

@@ -56,15 +56,6 @@ def test_a_verl_row_is_read_completely(write_rows):
     }
 
 
-def test_parquet_and_jsonl_yield_equal_rows(tmp_path, write_rows):
-    shard(parquet := tmp_path / "rows.parquet", VERL_ROWS)
-    from_parquet, from_jsonl = rows_of(parquet), rows_of(write_rows(*VERL_ROWS))
-    for parquet_row, jsonl_row in zip(from_parquet, from_jsonl, strict=True):
-        assert {**vars(parquet_row), "location": ""} == {**vars(jsonl_row), "location": ""}
-    assert "hint" not in from_parquet[0].extra_info
-    assert json.loads(json.dumps(from_parquet[1].extra_info)) == from_parquet[1].extra_info
-
-
 def test_a_text_prompt_is_one_user_message_and_not_chat(write_rows):
     row = rows_of(write_rows({"prompt": "2+3=", "ground_truth": "5", "solution": "five"}))[0]
     assert row.messages == ({"role": "user", "content": "2+3="},)
@@ -75,13 +66,6 @@ def test_a_text_prompt_is_one_user_message_and_not_chat(write_rows):
 def test_extra_info_keys_override_columns(write_rows):
     row = rows_of(write_rows({"prompt": CHAT, "index": 7, "extra_info": {"index": 1}}))[0]
     assert row.extra_info == {"index": 1}
-
-
-def test_prompt_key_selects_the_prompt_column(write_rows):
-    path = write_rows({"question": "2+3=", "prompt": "unused"})
-    row = rows_of(path, prompt_key="question")[0]
-    assert row.messages[0]["content"] == "2+3="
-    assert row.extra_info["prompt"] == "unused"
 
 
 def test_label_key_selects_the_ground_truth_and_keeps_the_column(write_rows):

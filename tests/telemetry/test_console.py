@@ -149,18 +149,6 @@ def test_a_run_saved_before_its_first_step_prints_the_checkpoint(plain):
     assert printed[-2:] == ["outcome interrupted", "written runs/demo"]
 
 
-def test_a_resumed_console_keeps_the_first_reward(tmp_path):
-    console = PlainConsole(make_run_info(tmp_path, resume_step=2), pipe(120), clock=ManualClock())
-    console.restore_rows([(1, full_row(1)), (2, full_row(2))])
-    console.start({})
-    console.log_step(3, full_row(3))
-    console.close({})
-    printed = [" ".join(line.split()) for line in lines(console.console)]
-    assert "reward 0.100 -> 0.300" in printed
-    assert "wall time 0:00 since the resume" in printed
-    assert any("resumed after step 2" in line for line in printed)
-
-
 def test_the_view_shows_the_status_before_the_first_step(live):
     live.show_status(WorkStatus("starting: generator 0/1, trainer 1/2"))
     live.clock.now = 12.0

@@ -118,7 +118,9 @@ def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
     marks = [e["name"] for e in trace if e["ph"] == "i"]
     # The drop of the first step is alerted once, and not again by the resumed run.
     assert marks == ["step 1", "alert", "step 2", "step 3", "step 3"]
-    assert "0.100 -> 0.300" in text.getvalue()
+    printed = " ".join(text.getvalue().split())
+    assert "reward 0.100 -> 0.300" in printed and "resumed after step 2" in printed
+    assert "wall time 0:00 since the resume" in printed
 
 
 @pytest.mark.parametrize("kind", [ImportError, AttributeError])

@@ -177,28 +177,16 @@ def test_an_invalid_run_id_is_an_error(tmp_path: Path, kind: str):
         load_run_id(tmp_path)
 
 
-def test_a_table_of_late_rollouts_comes_under_the_latest_step(tmp_path):
-    sink = started(tmp_path)
-    for step in (9, 10, 11, 12):
-        sink.log_step(step, full_row(step))
-    sink.log_rollouts(10, [make_group([make_guess("x", score=1.0)], step=10)])
-    sink.log_step(13, full_row(13))
-    sink.close({})
-    (run,) = written(tmp_path)
-    assert [row["_step"] for row in run.rows if "rollouts" in row] == [12]
-    assert [row["_step"] for row in run.rows] == [9, 10, 11, 12, 13]
-
-
-def test_a_table_of_rollouts_is_logged_every_so_many_steps(tmp_path):
+def test_a_table_of_rollouts_is_logged_every_so_many_steps_under_the_latest(tmp_path):
     sink = started(tmp_path)
     text = "x" * (2 * MAX_TABLE_TEXT)
-    for step in (9, 10, 11):
+    for step in (9, 10, 11, 12):
         sink.log_step(step, full_row(step))
         rollouts = [make_guess(text, score=1.0)] * (MAX_TABLE_ROWS + 8)
-        sink.log_rollouts(step, [make_group(rollouts, step=step)])
+        sink.log_rollouts(step - 1, [make_group(rollouts, step=step - 1)])
     sink.close({})
     (run,) = written(tmp_path)
-    assert [row["_step"] for row in run.rows if "rollouts" in row] == [10]
+    assert [row["_step"] for row in run.rows if "rollouts" in row] == [11]
     (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/rollouts_*.json")
     content = json.loads(table.read_text())
     assert len(content["data"]) == MAX_TABLE_ROWS
