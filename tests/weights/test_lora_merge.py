@@ -78,18 +78,6 @@ def test_full_weights_combine_adapters_head_and_model_directory(model_path: str)
         assert torch.equal(full[name], STORED["embed.weight"])
 
 
-def test_zero_adapters_give_the_stored_weights_bit_for_bit(tmp_path: Path):
-    weight = torch.randn(2, 3, generator=torch.manual_seed(0)).bfloat16()
-    save_file({**STORED, "proj.weight": weight}, tmp_path / "model.safetensors")
-    published = {
-        **PUBLISHED,
-        "proj" + LORA_A_SUFFIX: torch.randn(1, 3),
-        "proj" + LORA_B_SUFFIX: 0 * B,
-    }
-    full = build_full_weights(published, PARAMETERS, model_path=str(tmp_path), device=CPU)
-    assert torch.equal(full["proj.weight"].bfloat16(), weight)
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [

@@ -1,14 +1,12 @@
 """Policy losses besides PPO's, and the critic's; test_every_loss.py has common properties."""
 
 import math
-from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 
 from streamrl.algorithms.math import losses
-from tests.algorithms import ragged
 
 CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -44,19 +42,6 @@ COV_LOGPROBS = torch.tensor([[-1.0, math.nan], [-2.0, -3.0]])
 COV_ADVANTAGES = torch.tensor([[3.0, math.nan], [0.0, 0.0]])
 COV_MASK = torch.tensor([[True, False], [True, True]])
 COV = COV_LOGPROBS, COV_ADVANTAGES, COV_MASK
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_covariances_equal_the_reference_in_python_loops(dtype):
-    for seed in range(1, 9):
-        batch = ragged.make_batch(seed, dtype)
-        rows = ragged.list_counted_rows(batch)
-        mask, names = batch["loss_mask"], ("advantages", "logprobs")
-        mean_a, mean_x = (mean([x for row in rows for x in row[name]]) for name in names)
-        tokens = [zip(row["advantages"], row["logprobs"], strict=True) for row in rows]
-        expected = [[(a - mean_a) * (x - mean_x) for a, x in row] for row in tokens]
-        result = losses.token_covariances(batch["logprobs"], batch["advantages"], mask)
-        ragged.assert_equals_rows(result, expected, mask, torch.float64)
 
 
 def test_clip_cov_chooses_a_fraction_of_all_tokens_from_the_band():
