@@ -115,6 +115,10 @@ async def start_engine(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env(device).items():
             patch.setenv(name, value)
+        from vllm.model_executor.models import registry  # loads vLLM
+
+        # vLLM would start a Python that imports it again to look at each class of models.
+        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
         engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH, seed))
         try:
             yield engine
