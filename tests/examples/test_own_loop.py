@@ -31,7 +31,7 @@ from streamrl.own_loops.model_workers import (
     make_loop_config,
     set_world_size,
 )
-from streamrl.own_loops.worker_group import ResourcePool, WorkerGroup
+from streamrl.own_loops.worker_group import ResourcePool
 from streamrl.placement.config import PlacementConfig
 from streamrl.resharding.grids import RankGrid
 from tests.e2e.launched import Launched
@@ -184,7 +184,6 @@ def test_ppo_with_two_workers_learns_the_same(
 
 SPLIT = {
     "tensor parallel": ["trainer.backend=torch", "trainer.tensor_parallel=2"],
-    "sharded by torch": ["trainer.backend=torch", "trainer.zero_stage=3"],
     "sharded by deepspeed, on a budget": ["trainer.zero_stage=3"],
 }
 
@@ -219,18 +218,6 @@ def test_workers_that_hold_a_model_together_learn_the_same(
     for name in wanted:
         # An update moves a parameter by up to the learning rate, 1e-4, however small its gradient.
         assert_close(found[name], wanted[name], rtol=0.0, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool):
-    split = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
-    seating = RankGrid(1, 1, 2).assign_ranks()
-    mesh = WorkerMesh(seating, seating)
-    group = WorkerGroup(pool, CriticWorker, load_config(PPO, split), 64, mesh=mesh)
-    told = r"trainer\.tensor_parallel=2: the mesh of the critic must be RankGrid\(1, 2, 1\)"
-    with pytest.raises(ConfigError, match=told):
-        group.wait_until_ready()
-    group.close()
 
 
 @pytest.mark.slow
@@ -316,11 +303,19 @@ def test_a_critic_has_as_many_ranks_as_its_group():
     assert set_world_size(config, 2).get_trainer_config(CRITIC).world_size == 2
 
 
-def test_on_a_gpu_a_worker_must_know_what_its_generator_may_take(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_refuses_a_gpu_without_kv_cache_mb_and_a_mesh_that_is_not_the_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def seat(ranks: int) -> WorkerContext:
+        return WorkerContext(0, WorkerMesh(RankGrid(1, 1, ranks).assign_ranks()), "localhost", 1)
+
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    place = WorkerContext(0, WorkerMesh(RankGrid(1, 1, 1).assign_ranks()), "localhost", 1)
     with pytest.raises(ConfigError, match=r"generator\.kv_cache_mb=null: must be set"):
-        PolicyWorker(place, load_config(PPO), 64)
+        PolicyWorker(seat(1), load_config(PPO), 64)
+    split = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
+    told = r"trainer\.tensor_parallel=2: the mesh of the critic must be RankGrid\(1, 2, 1\)"
+    with pytest.raises(ConfigError, match=told):
+        CriticWorker(seat(2), load_config(PPO, split), 64)
 
 
 def test_the_page_has_every_protocol():

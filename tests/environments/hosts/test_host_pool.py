@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import psutil
@@ -12,8 +11,6 @@ import pytest
 import pytest_asyncio
 
 from streamrl.environments.config import EnvironmentConfig, EnvironmentSpec
-from streamrl.environments.episodes import driver as driver_module
-from streamrl.environments.episodes.driver import derive_attempt_seed
 from streamrl.environments.hosts import host_pool
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool, start_pools
 from streamrl.environments.interface import EpisodeSummary, Reply
@@ -21,7 +18,6 @@ from streamrl.errors import ConfigError, EpisodeError, EpisodeTimeoutError
 from streamrl.messages import Prompt
 from streamrl.user_code.pool import pool as pool_module
 from tests.descendants import descendants
-from tests.environments.episodes.scripted import ScriptedSampler, make_driver, run_group
 from tests.environments.hosts.user_files import COMMANDS, GUESS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -276,31 +272,6 @@ async def test_sessions_go_to_the_host_with_the_fewest(start_pool):
     async with contextlib.AsyncExitStack() as stack:
         pids = [(await stack.enter_async_context(open_session(pool)))[1] for _ in range(6)]
     assert sorted(Counter(pids).values()) == [3, 3]
-
-
-async def test_episodes_of_a_hanging_environment_are_tried_again_and_have_no_reward(
-    start_pool, monkeypatch
-):
-    pool = await start_pool(processes=1, turn_timeout_s=2.0)
-    monkeypatch.setattr(driver_module, "RETRY_DELAY_S", 0.01)
-    # The second episode of each group hangs in its step, at both attempts.
-    hanging = {1, derive_attempt_seed(1, 2)}
-    sampler = ScriptedSampler(lambda context, seed: "await 600;" if seed in hanging else "go;")
-    driver = make_driver(sampler, pool, attempts=2, max_turns=1, max_tokens=4096)
-    outcomes: tuple[Any, ...] = await asyncio.gather(
-        run_group(driver, prompt=make_prompt(reset="hang")),
-        run_group(driver, prompt=make_prompt(score="hang")),
-        run_group(driver, prompt=make_prompt(), seeds=(0, 1)),
-        run_group(driver, prompt=make_prompt(close="hang")),
-        return_exceptions=True,
-    )
-    reset, score, step, close = outcomes
-    for error, method in ((reset, "reset"), (score, "score"), (step, "step")):
-        assert isinstance(error, EpisodeTimeoutError), error
-        assert f"Commands.{method} in " in str(error) and "no result in 2 s" in str(error)
-    assert close["environment_scores"].tolist() == [0.5], "the episode had ended"
-    assert driver.meter.drain_counts()["episode/infra_errors"] == 2 * 3
-    assert pool.num_claims == 0
 
 
 async def test_a_class_that_cannot_be_used_is_named_by_its_setting_and_closes_all_pools(tmp_path):

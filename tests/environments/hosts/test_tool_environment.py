@@ -1,34 +1,27 @@
-"""Tools of a class, `python` and an MCP server side by side, in a host here or in a pool."""
+"""Tools of a class, `python` and an MCP server side by side, in a host of this process."""
 
-import asyncio
 import sys
 import threading
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
-import psutil
 import pytest
 
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.environment_host import EnvironmentHost
-from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import HostOperation
-from streamrl.environments.interface import CallOutcome, Reply, ToolCall
+from streamrl.environments.interface import CallOutcome, ToolCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
-from streamrl.messages import Prompt
 from tests.descendants import descendants
-from tests.environments.hosts.open_session import OpenSession, get_host_pid
+from tests.environments.hosts.open_session import OpenSession
 from tests.environments.hosts.user_files import GUESS
 from tests.environments.tool_sources.test_mcp_tools import RawHttpServer
 
 SERVER = str(Path(__file__).parent.parent / "tool_sources" / "raw_mcp_server.py")
 PYTHON = ToolConfig("python")
-RAW = ToolConfig(
-    "mcp", command=[sys.executable, "-S", SERVER], only=["write", "say", "sleep", "breed", "die"]
-)
+RAW = ToolConfig("mcp", command=[sys.executable, "-S", SERVER], only=["write", "say", "sleep"])
 WRITER = '''
 class Writer:
     def reset(self, row):
@@ -72,7 +65,7 @@ async def call(session, *calls):
 async def test_all_kinds_of_tools_answer_side_by_side(open_session):
     session = open_session(WRITER, tools=[PYTHON, RAW])
     start = (await session.reset()).result
-    names = ["produce", "python", "write", "say", "sleep", "breed", "die"]
+    names = ["produce", "python", "write", "say", "sleep"]
     assert [get_tool_name(tool) for tool in start.tools] == names
     assert start.messages == [{"role": "user", "content": "begin"}]
     described = (await session.send(HostOperation.DESCRIBE)).result
@@ -121,17 +114,6 @@ async def test_calls_past_their_deadline_say_what_is_lost(open_session):
     assert answered == (CallOutcome.OK, "b")
 
 
-async def test_the_death_of_a_server_fails_the_episode_and_no_other(open_session):
-    session = open_session(tools=[RAW])
-    other = OpenSession(session.host)
-    for each in (session, other):
-        await each.reset()
-    response = await session.step("", ToolCall("die"))
-    assert "MCP server" in response.error and ": ended: out of luck" in response.error
-    assert await call(other, ("say", {"text": "b"})) == [(CallOutcome.OK, "b")]
-    await other.close()
-
-
 async def test_a_server_that_answers_nobody_is_an_outage_and_a_slow_tool_is_not(
     open_session, monkeypatch
 ):
@@ -177,28 +159,3 @@ async def test_tools_that_cannot_be_used_are_config_errors(open_session):
         response = await session.send(HostOperation.DESCRIBE)
         assert response.is_config_error and error in response.error
         assert not (await session.reset()).is_config_error
-
-
-async def test_a_host_that_is_killed_leaves_neither_jails_nor_servers():
-    before = descendants()
-    pool = EnvironmentHostPool(EnvironmentConfig(tools=[PYTHON, RAW], processes=1))
-    try:
-        await pool.start()
-        session = pool.open_session(Prompt("u", np.zeros(1, np.int32)), seed=0)
-        await session.reset()
-        step = await session.step(
-            Reply("", [ToolCall("python", {"code": "1"}), ToolCall("breed", {})])
-        )
-        texts = [message["content"] for message in step.messages]
-        assert texts[0] == "1\n"
-        pids = [int(pid) for pid in texts[1].split()]
-        assert all(map(psutil.pid_exists, pids))
-        children = psutil.Process(get_host_pid(session)).children()
-        min(children, key=psutil.Process.create_time).kill()
-        async with asyncio.timeout(30):
-            while any(map(psutil.pid_exists, pids)):
-                await asyncio.sleep(0.01)
-        await session.close()
-    finally:
-        await pool.close()
-    assert not descendants() - before

@@ -5,7 +5,6 @@ import pytest
 from streamrl.environments.config import EnvironmentSpec
 from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.errors import ConfigError
-from tests.environments.hosts.user_files import GUESS
 
 
 @pytest.fixture
@@ -20,14 +19,6 @@ def write(tmp_path):
 
 def load(path, **settings):
     return load_user_class(EnvironmentSpec(path=path, **settings))
-
-
-def test_a_class_with_step_has_turns(write):
-    loaded = load(write(GUESS))
-    description = loaded.description
-    assert (description.name, description.has_step) == ("Guess", True)
-    assert (description.tools, description.has_score, description.note) == ((), False, "")
-    assert loaded.reset_arguments == ("row", "seed")
 
 
 def test_tools_keep_their_order_and_may_be_inherited_static_or_of_the_class(write):

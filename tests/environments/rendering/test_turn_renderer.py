@@ -124,17 +124,6 @@ def test_sampled_tokens_stay_as_sampled(load_renderer, name, reply, observation)
     np.testing.assert_array_equal(bridge.token_ids, same.token_ids)
 
 
-def test_only_tokens_with_the_environments_text_are_observation(load_renderer):
-    renderer = load_renderer("mistral")
-    bridge = renderer.render_bridge([5], [make_tool("it is 42")], is_cut=True)
-    text, observed = show(renderer, bridge)
-    result = '{"content": it is 42, "call_id": "call00000"}'
-    assert text == f"</s>[TOOL_RESULTS] {result}[/TOOL_RESULTS]"
-    assert observed.strip() == "it is 42"
-    assert bridge.token_ids.dtype == np.int32
-    assert bridge.is_observation.dtype == np.bool_
-
-
 def test_a_token_of_the_generation_config_ends_a_turn(load_renderer):
     known = load_renderer("qwen2_5")
     end = get_id(known, "<|endoftext|>")

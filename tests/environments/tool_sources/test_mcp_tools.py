@@ -20,7 +20,7 @@ from streamrl.environments.tool_calls.call_formats import check_call
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_config import ToolConfig
-from streamrl.environments.tool_sources.mcp_tools import RESTARTED, McpTools
+from streamrl.environments.tool_sources.mcp_tools import McpTools
 from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.optional_package import import_optional
@@ -163,18 +163,6 @@ async def test_headers_come_from_the_environment_and_a_refused_request_ends_the_
             episode = await source.open(in_time())
         await episode.close()
         server.shutdown()
-
-
-async def test_a_call_that_is_given_up_does_not_delay_the_next(open_episode):
-    episode = await open_episode(make_source())
-    first = await read(episode, "count")
-    slow = asyncio.create_task(episode.call("sleep", {"seconds": 600}))
-    await asyncio.sleep(0.1)
-    slow.cancel()
-    assert slow.cancelled() or await asyncio.wait({slow})
-    assert episode.timeout_note == RESTARTED
-    count, pid = (await read(episode, "count")).split()
-    assert count == "1" and pid != first.split()[1]
 
 
 async def test_a_server_that_starts_slower_than_a_call_may_take_is_ready_in_the_end(

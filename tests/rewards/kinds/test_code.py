@@ -26,23 +26,6 @@ async def judged(truth, *completions, **options):
     return await judge(config, prompt(truth), *completions)
 
 
-async def test_each_completion_gets_the_outcome_of_its_program():
-    results = await judged(
-        json.dumps(ADD),
-        "def add(a, b): return a + b",
-        "def add(a, b): return a - b",
-        "def add(a, b) return a + b",
-        "def add(a, b): return 1 / 0",
-        "def add(a, b):\n while True: pass",
-        "def add(a, b): return len(bytearray(1 << 30))",
-        "def add(a, b): print('x' * 10**8); return a + b",
-        "import os; os._exit(0)",
-    )
-    assert [score for score, _ in results] == [1] + [0] * 7
-    outcomes = "pass wrong compile_error runtime_error timeout memory output_limit runtime_error"
-    assert " ".join(outcome for _, outcome in results) == outcomes
-
-
 async def test_stdin_programs_score_by_the_fraction_of_tests():
     program = "print(sum(map(int, input().split())))"
     results = await judged(SUM, program, "input(); print(3)", "print(", score="rate")

@@ -304,21 +304,6 @@ def test_a_ground_truth_that_cannot_be_parsed_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "truth", "right", "wrong", "low"),
-    [
-        ("gsm8k", {}, "1000", "so #### 1,000", "1000", 0.0),
-        ("gsm8k", {"method": "flexible"}, "12", "it is 12", "it is 13", 0.0),
-        ("math", {}, "\\frac{1}{2}", "thus \\boxed{\\frac12}", "\\boxed{2}", 0.0),
-        ("dapo_math", {}, "34", "Answer: 34", "Answer: 35", -1.0),
-    ],
-)
-async def test_rules_are_kinds_with_their_options(kind, options, truth, right, wrong, low):
-    config = RewardConfig(kind, options=options)
-    results = await judge(config, prompt(truth), right, wrong)
-    assert results == [(1.0, "pass"), (low, "wrong")]
-
-
-@pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
         ("gsm8k", {"method": "loose"}, r"rewards\[0\].method=loose: must be one of"),
@@ -333,13 +318,16 @@ def test_invalid_rule_options_are_named(kind, options, words):
 
 
 @pytest.mark.slow
-async def test_symbolic_compares_mathematics_and_endless_parsing_is_a_timeout():
-    config = RewardConfig("symbolic", options={"timeout_s": 60.0, "memory_gib": 0.5})
-    results = await judge(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
-    assert results == [(1.0, "pass"), (0.0, "wrong")]
+async def test_endless_parsing_is_a_timeout():
     config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
     (endless,) = await judge(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
     assert endless in [(0.0, "memory"), (0.0, "timeout")]
+
+
+async def test_a_rule_is_a_kind_with_its_options():
+    flexible = RewardConfig("gsm8k", options={"method": "flexible"})
+    results = await judge(flexible, prompt("12"), "it is 12", "it is 13")
+    assert results == [(1.0, "pass"), (0.0, "wrong")]
 
 
 async def test_auto_selects_the_rule_by_data_source():

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -42,11 +41,6 @@ def pid(_: Any) -> int:
 
 def hash_text(text: str) -> int:
     return hash(text)
-
-
-def slow(number: int) -> int:
-    time.sleep(random.uniform(0.0, 0.4))
-    return number * number
 
 
 def work(number: int) -> int:
@@ -129,7 +123,7 @@ def fork(_: Any) -> str:
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     operation.__name__: operation
     for operation in (
-        *(square, pid, hash_text, slow, work, fork),
+        *(square, pid, hash_text, work, fork),
         *(garble, orphan, sly, hang, crash, leak, breed),
     )
 }

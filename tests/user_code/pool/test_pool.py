@@ -3,13 +3,11 @@
 import asyncio
 import os
 import pickle
-import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -20,7 +18,6 @@ from streamrl.user_code.pool import pool as pool_module
 from streamrl.user_code.pool.pool import (
     PoolSettings,
     WorkerCrashError,
-    WorkerError,
     WorkerMemoryError,
     WorkerPool,
     WorkerTimeoutError,
@@ -65,27 +62,6 @@ async def test_workers_hash_text_alike(pool):
         await workers.start()
         hashes.add(await workers.call(("hash_text", "word")))
     assert len(hashes) == 1
-
-
-async def test_failures_name_their_cause_and_other_calls_succeed(pool):
-    workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
-    await workers.start()
-    expected_errors = {
-        "hang": WorkerTimeoutError,
-        "crash": WorkerCrashError,
-        "leak": WorkerMemoryError,
-    }
-    requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
-    requests += [(operation, 0) for operation in expected_errors for _ in range(2)]
-    random.Random(5).shuffle(requests)
-    calls = [workers.call(request) for request in requests]
-    responses = await asyncio.gather(*calls, return_exceptions=True)
-    for (operation, number), result in zip(requests, responses, strict=True):
-        if operation in expected_errors:
-            assert type(result) is expected_errors[operation], (operation, result)
-        else:
-            assert result == number * number
-    assert workers.kill_counts == Counter(timeout=2, crash=2, memory=2)
 
 
 async def test_a_timeout_kills_the_child_processes_of_the_worker(pool, tmp_path):
@@ -138,14 +114,6 @@ async def test_a_worker_that_hangs_while_loading_times_out(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
     with pytest.raises(WorkerCrashError, match=r"worker was not ready in 0\.5 s"):
         await pool("hang").start()
-
-
-async def test_calls_of_a_closed_pool_raise(pool):
-    workers = pool()
-    await workers.start()
-    await workers.close()
-    with pytest.raises(WorkerError, match="the processes of troubled are closed"):
-        await workers.call(("square", 2))
 
 
 async def test_cancelling_a_caller_keeps_the_worker_alive(pool):

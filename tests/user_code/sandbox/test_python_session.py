@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import time
 
 import psutil
 import pytest
@@ -197,18 +196,3 @@ async def test_a_fork_bomb_is_held_by_the_limit_of_processes(spec):
     kept = await run_alone(spec, "x = 5", bomb, "x")
     # Children of the bomb may print their errors late.
     assert not kept.has_failed and "5" in kept.text.splitlines()
-
-
-@module_loop
-async def test_a_call_that_is_given_up_ends_with_its_session(spec):
-    before = descendants()
-    session = await PythonSession.start(spec, 3, kept_chars=KEPT_CHARS)
-    call = asyncio.create_task(session.run("import os\nos.fork()\nwhile True: print('x')"))
-    await asyncio.sleep(0.1)
-    call.cancel()
-    started = time.monotonic()
-    await session.kill()
-    assert time.monotonic() - started < 10
-    assert not descendants() - before
-    with pytest.raises(asyncio.CancelledError):
-        await call
