@@ -144,15 +144,6 @@ def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(toy: Path, k
     run.finish()
 
 
-def test_a_resume_keeps_recorded_rows_and_repeats_them_bit_by_bit(toy: Path, killed: Killed):
-    run_dir = copied(killed, "repeated")
-    last = killed.rows[-1]["step"]
-    run = Launched(["train", "--resume", str(run_dir), f"run.steps={last + 2}"], toy)
-    run.finish()
-    assert rows(run_dir)[: len(killed.rows)] == killed.rows
-    assert [row["step"] for row in rows(run_dir)] == list(range(1, last + 3))
-
-
 def test_a_repeated_step_that_differs_ends_the_run_and_nothing_is_cut(toy: Path, killed: Killed):
     run_dir = copied(killed, "differs")
     path = newest(run_dir) / "trainer/state_00000_000.safetensors"
