@@ -15,7 +15,6 @@ PAIR = ["trainer.world_size=2", "trainer.sequence_parallel=2"]
 RUNS = {
     "alone": ["trainer.backend=torch"],
     "whole": [*PAIR, "trainer.backend=torch", "trainer.zero_stage=0"],
-    "sharded": [*PAIR, "trainer.backend=torch", "trainer.zero_stage=3"],
     "deepspeed": [*PAIR, "trainer.zero_stage=1", "placement.mode=colocated"],
 }
 
