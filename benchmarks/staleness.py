@@ -43,7 +43,7 @@ def make_parser() -> BenchmarkParser:
     )
     parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=CORRECTIONS)
     parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2])
-    parser.set_quick(steps=3, bounds=[0], corrections=["none", "decoupled"], seeds=[0])
+    parser.set_quick(steps=3, bounds=[0], corrections=["none"], seeds=[0])
     return parser
 
 

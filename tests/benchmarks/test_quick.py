@@ -67,7 +67,7 @@ WITH_ENGINES = {
         "recipes/grpo/ahead, seed 0/itself/step_s/measured",
         "recipes/grpo/ahead, seed 1/itself/step_s/measured",
     ),
-    "staleness": ("runs/0/reward/largest", "runs/1/reward/largest", "runs/0/over_on_policy"),
+    "staleness": ("runs/0/reward/largest", "runs/0/over_on_policy"),
     "startup": (
         *("processor_s_by_process/GeneratorActor", "processor_s_by_process/driver"),
         *("commands_s/plan --help", "commands_s/report", "commands_s/doctor", "limit_s"),
