@@ -59,8 +59,14 @@ from tests.toy import write_toy
 MIB = 1 << 20
 CONFIGS = Path(__file__).parent.parent / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-QUICK = {("grpo_arithmetic", "2xH100"), ("grpo_arithmetic_colocated", "4xCPU")}
+QUICK = [("grpo_arithmetic", "2xH100"), ("grpo_arithmetic_colocated", "4xCPU")]
 CLUSTERS = ("1xH100", "2xH100", "4xA100", "2x8xA100", "4xCPU")
+IN_TURN = [
+    (name, CLUSTERS[(i + shift) % len(CLUSTERS)])
+    for i, name in enumerate(PRESETS)
+    for shift in (0, 2)
+]
+"""Each recipe on two clusters, each cluster with recipes of every kind."""
 SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=16")
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -162,9 +168,12 @@ def sizes(placement: dict[str, Any]) -> dict[str, tuple[str, int]]:
 @pytest.mark.parametrize(
     ("name", "cluster"),
     [
-        pytest.param(name, cluster, marks=[pytest.mark.slow] * ((name, cluster) not in QUICK))
-        for name in PRESETS
-        for cluster in CLUSTERS
+        *QUICK,
+        *(
+            pytest.param(name, cluster, marks=pytest.mark.slow)
+            for name, cluster in IN_TURN
+            if (name, cluster) not in QUICK
+        ),
     ],
 )
 def test_train_accepts_the_plan_of_each_recipe(

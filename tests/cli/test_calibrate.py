@@ -36,7 +36,6 @@ def test_fitted_constants_are_printed_and_written(
     [
         (["{run}", "--cluster", "8xZ9"], "not in the table"),
         (["{run}", "--cluster", "1xH100"], "the run uses 2 devices"),
-        (["{run}/config.yaml"], "not a run directory: not a directory"),
         # The output is checked before the run is read.
         (["nowhere", "-o", "/dev/null"], "-o /dev/null: not a file"),
     ],

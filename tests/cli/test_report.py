@@ -92,20 +92,6 @@ def test_a_torn_log_end_is_ignored_and_left_unchanged(report: Report, tmp_path: 
     assert path.read_bytes() == content[:-3]
     assert [p.name for p in folder.iterdir()] == [path.name]
 
-    async def record_resumed_step(run_log: RunLog) -> None:
-        await run_log.record_start(0)
-        await run_log.record_step(step(0, uid(1), uid(0), uid(2, 1)))
-
-    async def resumed(run_log: RunLog) -> None:
-        for name in (uid(0), uid(1), uid(2, 1)):
-            run_log.ledger.mark_admitted(name, 0)
-        await record_resumed_step(run_log)
-
-    write_run_log(tmp_path, resumed)
-    code, text = report()
-    assert code == 0
-    assert "2 starts" in text and "trained 3" in text and "in flight 0" in text
-
 
 def test_a_uid_trained_twice_is_reported(report: Report, tmp_path: Path):
     async def work(run_log: RunLog) -> None:

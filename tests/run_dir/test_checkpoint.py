@@ -302,19 +302,6 @@ def test_resume_from_an_older_checkpoint_drops_journals_of_a_lost_newer_one(
     assert find_resume_point(tmp_path).has_contiguous_journal
 
 
-def test_resume_after_losing_a_resharded_checkpoint_restores_the_old_layout(tmp_path: Path):
-    write(tmp_path, 5, shard_0=3, books=2)
-    write_segments(tmp_path, RUN_LOG_FOLDER, 1, 2, 3)
-    write_segments(tmp_path, "shard-0.1", 4)
-    write_segments(tmp_path, "shard-1.1", 4)
-    QueueLayout(2, 1).write(tmp_path)
-    point = find_resume_point(tmp_path / "checkpoints" / "step_000005")
-    assert not point.should_keep_journal and point.read_layout(shards=1).shard_names == ["shard-0"]
-    point.discard_later()
-    assert read_layout(tmp_path, shards=9).shard_names == ["shard-0"]
-    assert find_resume_point(tmp_path).has_contiguous_journal
-
-
 def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path):
     assert find_snapshot(tmp_path, "shard-0") == SnapshotBase()
     write(tmp_path, 5, shard_0=3, shard_1=8)
