@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,13 @@ from streamrl.own_loops import (
 )
 from streamrl.own_loops.worker_group import (
     ResourcePool,
+    WorkerFailure,
     WorkerGroup,
+    WorkerHost,
     fetch_rows,
     put,
 )
 from streamrl.resharding.grids import RankGrid
-from tests.e2e.launched import Launched
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -197,48 +197,13 @@ def test_invalid_slots_are_refused(pool: ResourcePool, settings: dict[str, Any])
         ResourcePool(1, **settings)
 
 
-@pytest.mark.slow
-def test_a_failure_is_reported_once(tmp_path: Path):
-    """Ray prints errors whose reference is dropped unread; the output must have none."""
-    (tmp_path / "failing.py").write_text(FAILING)
-    run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="failing")
-    assert run.wait(400.0) == 0, run.output
-    assert "error: Broken-0.fail: KeyError: 'boom 0'" in run.output
-    for trace in ("Unhandled error", "Traceback"):
-        assert trace not in run.output
-
-
-FAILING = """
-import time
-
-import ray
-
-from streamrl.own_loops.worker_group import ResourcePool, WorkerGroup, put
-from streamrl.own_loops import WorkerMesh, transfers
-from streamrl.errors import ActorError
-from streamrl.resharding.grids import RankGrid
-
-
-class Broken:
-    def __init__(self, context):
-        self.rank = context.rank
-
-    @transfers("DP")
-    def fail(self, batch):
-        time.sleep(self.rank)
-        raise KeyError(f"boom {self.rank}")
-
-
-ray.init(address="local", num_cpus=2, include_dashboard=False)
-pool = ResourcePool(2)
-mesh = WorkerMesh(RankGrid(1, 1, 2).assign_ranks())
-group = WorkerGroup(pool, Broken, mesh=mesh)
-try:
-    group.fail(put({"x": [1, 2]})).get()
-except ActorError as error:
-    print("error:", str(error).splitlines()[0])
-time.sleep(3)
-"""
+def test_a_worker_returns_its_failures_as_values():
+    """Ray prints errors whose reference is dropped unread."""
+    host, seat = WorkerHost(), (make_mesh("1-1-2"), ("localhost", 1), ())
+    assert isinstance(host.build_worker(FailingToStart, 1, *seat), WorkerFailure)
+    assert host.build_worker(Doubler, 0, *seat) is None
+    result, failure = host.call_method("fail", [{"x": [1]}])
+    assert result is None and isinstance(failure, WorkerFailure)
 
 
 def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup):

@@ -2,12 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 
-from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.objective import policy_loss
 from streamrl.buffer import ExperienceQueue, QueueConfig, ShardCapacity, StageSchema
-from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.environments.interface import EnvironmentStep
 from streamrl.errors import ContractError
 from streamrl.messages import EPISODE_COLUMNS, ROLLOUT_COLUMNS, TokenSource, check_loss_mask
@@ -71,35 +67,3 @@ async def test_the_queue_refuses_a_loss_mask_beyond_the_sampled_tokens(columns, 
 
 def test_a_sampled_token_may_be_masked(columns):
     check_loss_mask({**columns, "loss_mask": np.zeros_like(columns["loss_mask"])})
-
-
-def train(columns, logprobs):
-    """Return the loss of a group, and its gradient per token, [B, T]."""
-    config = AlgorithmConfig()
-    settings = config.to_settings(max_length=64, reward_weights={})
-    groups = {"u": {**columns, "scores": np.array([0.0, 1.0], np.float32)}}
-    derived = derive_columns(config.spec, settings, groups)
-    batch = build_batch(groups, [("u", 0), ("u", 1)], derived=derived)
-    leaf = logprobs.clone().requires_grad_()
-    tensors: dict[str, torch.Tensor] = batch.to_dict()
-    loss, _ = policy_loss(
-        config.spec, settings, tensors, logprobs=leaf, entropy=torch.zeros_like(leaf)
-    )
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    return loss.item(), gradient
-
-
-def test_the_loss_does_not_depend_on_logprobs_of_the_environments_words(columns):
-    is_sampled = torch.zeros(2, int(columns["lengths"].max()), dtype=torch.bool)
-    rows = np.split(columns["token_source"] == TokenSource.SAMPLED, [columns["lengths"][0]])
-    for row, sampled in zip(is_sampled, rows, strict=True):
-        row[: len(sampled)] = torch.from_numpy(sampled)
-    logprobs = torch.where(is_sampled, -0.4, -0.1)
-    loss, gradient = train(columns, logprobs)
-    assert (gradient[is_sampled] != 0).all() and (gradient[~is_sampled] == 0).all()
-    for other in (-20.0, 0.0, torch.nan):
-        assert train(columns, torch.where(is_sampled, logprobs, other))[0] == loss
-    assert train(columns, torch.where(is_sampled, -0.3, logprobs))[0] != loss
-    wrong = unmask_one(columns, TokenSource.OBSERVATION)
-    _, spoiled = train(wrong, logprobs)
-    assert (spoiled[~is_sampled] != 0).sum() == 1, "without the check, such a token is trained"

@@ -4,23 +4,6 @@ from streamrl.environments.rendering.conformance import check_template, describe
 from streamrl.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("name", "differences"),
-    [
-        ("qwen2_5", set()),
-        ("qwen3", {"thoughts"}),
-        ("llama3", {"whitespace around a text", "thoughts before tool calls"}),
-        ("mistral", {"user message after a tool", "thoughts before tool calls"}),
-        ("gemma", {"whitespace around a text"}),
-        ("deepseek", {"thoughts", "thoughts before tool calls"}),
-        ("plain", set()),
-        ("toy", set()),
-    ],
-)
-def test_kinds_of_conversation_that_a_chat_format_rewrites(load_renderer, name, differences):
-    assert set(check_template(load_renderer(name))) == differences
-
-
 def test_the_report_names_the_first_token_of_a_dropped_thought(load_renderer):
     renderer = load_renderer("qwen3")
     differences = check_template(renderer)
@@ -32,46 +15,37 @@ def test_the_report_names_the_first_token_of_a_dropped_thought(load_renderer):
 
 TURN = "{{ '<|' + m.role + '|>' + m.content + '<eos>' }}"
 OPEN = "<|assistant|>"
+LOOP = "{% for m in MESSAGES %}" + TURN + "{% endfor %}" + OPEN
+REFUSE = "{% if m.role == 'assistant' %}{{ raise_exception('no assistant') }}{% endif %}"
 
 
 @pytest.mark.parametrize(
     ("source", "error"),
     [
         (
-            "{% set m = messages[-1] %}" + TURN + OPEN,
-            "does not render a user's message and the reply to it",
+            LOOP.replace("MESSAGES", "messages[-1:]"),
+            "not render a user's message and the reply to it",
         ),
         (
-            "{% for m in messages|rejectattr('role', 'equalto', 'user') %}"
-            + TURN
-            + "{% endfor %}"
-            + OPEN,
-            "does not render the message of role user",
+            LOOP.replace("MESSAGES", "messages|rejectattr('role', 'equalto', 'user')"),
+            "not render the message of role user",
         ),
         (
-            "{% for m in messages %}{% if m.role == 'assistant' %}"
-            "{{ raise_exception('no assistant') }}{% endif %}" + TURN + "{% endfor %}" + OPEN,
+            LOOP.replace("MESSAGES", "messages").replace(TURN, REFUSE + TURN),
             "refuses the prompt: TemplateError: no assistant",
         ),
+        (
+            LOOP.replace("MESSAGES", "(messages[-3:] if messages|length > 3 else messages)"),
+            "not render",
+        ),
+        (LOOP.replace("MESSAGES", "messages|sort(attribute='content')"), "not render"),
     ],
-    ids=["last message", "no user", "raises"],
+    ids=["last message", "no user", "raises", "last messages", "sorted"],
 )
-def test_a_template_without_derivable_bridges_is_refused(make_renderer, source, error):
-    with pytest.raises(ConfigError, match=rf"(?s)mine\.jinja.*{error}") as caught:
-        make_renderer(source)
-    assert "user, assistant" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "messages",
-    ["(messages[-3:] if messages|length > 3 else messages)", "messages|sort(attribute='content')"],
-    ids=["last messages", "sorted"],
-)
-def test_a_template_that_loses_the_order_of_longer_conversations_is_refused(
-    make_renderer, messages
+def test_a_template_that_does_not_render_a_conversation_in_order_is_refused(
+    make_renderer, source, error
 ):
-    source = f"{{% for m in {messages} %}}{TURN}{{% endfor %}}{OPEN}"
-    with pytest.raises(ConfigError, match=r"mine\.jinja: does not render "):
+    with pytest.raises(ConfigError, match=rf"(?s)mine\.jinja.*{error}"):
         check_template(make_renderer(source))
 
 

@@ -23,9 +23,7 @@ from streamrl.user_code.pool.pool import (
     WorkerTimeoutError,
 )
 from streamrl.user_code.pool.process import WorkerProcess, unpickle_response
-from streamrl.user_code.pool.worker import HEADER, pack_message
-from streamrl.user_code.reward_function import FunctionCallSpec
-from streamrl.user_code.reward_result import RewardResult
+from streamrl.user_code.pool.worker import pack_message
 from tests.descendants import descendants
 
 TARGET = "tests.user_code.pool.handlers:serve"
@@ -267,15 +265,6 @@ def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
         + pickle.REDUCE
         + pickle.STOP
     )
-
-
-def test_responses_survive_a_round_trip():
-    call_spec = FunctionCallSpec(
-        "f of x.py", "style", frozenset("ab"), frozenset("a"), False, (("k", [1]),)
-    )
-    results = RewardResult.from_correctness(True, "7"), RewardResult.make_not_judged().outcome
-    for response in ([*results], call_spec, [1.5, None], "no result"):
-        assert unpickle_response(pack_message((1, response))[HEADER.size :]) == (1, response)
 
 
 @pytest.mark.parametrize(
