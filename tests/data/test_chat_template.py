@@ -35,8 +35,14 @@ def test_a_prompt_is_rendered_by_the_models_chat_template(tokenizer, write_rows)
     assert tokenizer.decode(rendered[1]) == "<user>2+3=</s><assistant>"
 
 
-def test_without_a_template_contents_are_joined_after_bos(tokenizer, write_rows):
+def test_without_a_template_contents_are_joined_after_bos_without_eos(tokenizer, write_rows):
     tokenizer.chat_template = None
+    ends = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)],
+    )
+    tokenizer.backend_tokenizer.post_processor = ends
+    assert tokenizer("hi").input_ids[-1] == tokenizer.eos_token_id
     rows = list(load_rows(write_rows({"prompt": CHAT[1:]}, {"prompt": ""})))
     joined, empty = render_prompts(tokenizer, rows)
     assert joined[0] == empty[0] == tokenizer.bos_token_id
@@ -185,18 +191,6 @@ def test_a_leading_space_after_a_special_token_round_trips(write_rows):
     chat = [{"role": "user", "content": "hi you"}]
     (prompt,) = render_prompts(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
     assert prompt == [1, 2, 3, 1]
-
-
-def test_plain_prompts_get_no_eos_token(tokenizer, write_rows):
-    tokenizer.chat_template = None
-    ends = processors.TemplateProcessing(
-        single="<s> $A </s>",
-        special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)],
-    )
-    tokenizer.backend_tokenizer.post_processor = ends
-    assert tokenizer("hi").input_ids[-1] == tokenizer.eos_token_id
-    (prompt,) = render_prompts(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))
-    assert tokenizer.decode(prompt) == "<s>hi"
 
 
 def test_a_last_assistant_message_is_continued(tokenizer, write_rows):

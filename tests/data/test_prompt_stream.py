@@ -132,21 +132,6 @@ def test_each_file_has_its_own_shuffle():
     assert shifted != single_uids
 
 
-@given(sizes, seeds, st.integers(0, 99))
-def test_get_prompt_returns_the_prompt_of_any_uid(size, seed, attempt):
-    stream = stream_of(prompts(size), seed=seed)
-    fresh = stream_of(prompts(size), seed=seed)
-    for drawn_prompt in stream.draw_prompts(2 * size):
-        reread = fresh.get_prompt(drawn_prompt.uid)
-        assert reread.uid == drawn_prompt.uid
-        assert reread.token_ids is not None
-        assert reread.token_ids.tolist() == drawn_prompt.token_ids.tolist()
-        assert reread.ground_truth == drawn_prompt.ground_truth
-        epoch, index, _ = parse_uid(drawn_prompt.uid)
-        assert fresh.get_prompt(make_uid(epoch, index, attempt)).ground_truth == str(index)
-    assert fresh.state_dict() == stream_of(prompts(size), seed=seed).state_dict()
-
-
 def test_the_order_is_fixed_by_seed_and_epoch():
     # Golden values: other numpy versions and machines must give the same order.
     stream = stream_of(prompts(6), seed=3)

@@ -172,11 +172,13 @@ def test_get_prompt_reads_a_row_again(tokenizer, write_rows):
     a, b = write_rows(*numbered(30)), write_rows(*numbered(40), name="b.jsonl")
     Path(a).write_text(Path(a).read_text().replace("\n", "\n\n"))
     stream = stream_of(open_rows(a, b, tokenizer=tokenizer))
-    for drawn in stream.draw_prompts(100):
+    drawn_prompts, state = stream.draw_prompts(100), stream.state_dict()
+    for drawn in drawn_prompts:
         reread = stream.get_prompt(drawn.uid)
-        assert reread.row_location == drawn.row_location
+        assert (reread.uid, reread.row_location) == (drawn.uid, drawn.row_location)
         assert reread.token_ids.tolist() == drawn.token_ids.tolist()
         assert stream.retry_prompt(drawn.uid).uid == f"{drawn.uid[:-1]}1"
+    assert stream.state_dict() == state
     with pytest.raises(ValueError, match="no prompt with index 1 "):
         stream.get_prompt("0:1:0")  # a blank line
 

@@ -6,22 +6,12 @@ from hypothesis import strategies as st
 
 from streamrl.telemetry.console import SPARKLINE_BLOCKS, RunProgress, render_sparkline
 from streamrl.telemetry.progress import format_duration, format_number
-from tests.telemetry.rows import STAGES, full_row, make_run_info
+from tests.telemetry.rows import full_row, make_run_info
 
 
 @pytest.fixture
 def progress(tmp_path):
     return RunProgress(make_run_info(tmp_path, num_steps=10))
-
-
-def test_rewards_tokens_and_stages_are_collected_from_rows_without_nan(progress):
-    for step in (1, 2):
-        progress.add_row(step, full_row(step))
-    row = full_row(3) | {"reward/mean": math.nan, "throughput/tokens_per_s": math.nan}
-    progress.add_row(3, row)
-    assert progress.rewards == [0.1, 0.2]
-    assert progress.num_tokens == 2 * 2.0 * 12_345.0
-    assert progress.stages == list(STAGES)
 
 
 def test_all_values_of_an_evaluation_are_kept(progress):
@@ -34,8 +24,9 @@ def test_all_values_of_an_evaluation_are_kept(progress):
 
 
 def test_remaining_time_is_the_median_step_time_times_the_remaining_steps(progress):
-    for step, step_s in enumerate((2.0, 30.0, 3.0), start=1):
-        progress.add_row(step, {"time/step_s": step_s})
+    for step, (step_s, tokens) in enumerate(((2.0, 5.0), (30.0, math.nan), (3.0, 7.0)), start=1):
+        progress.add_row(step, {"time/step_s": step_s, "throughput/tokens_per_s": tokens})
+    assert progress.num_tokens == 2 * 5 + 3 * 7
     assert progress.estimate_remaining_s() == 7 * 3.0
     assert progress.estimate_remaining_s(since_step_s=1.0) == 20.0
     assert progress.estimate_remaining_s(since_step_s=99.0) == 0.0

@@ -101,15 +101,6 @@ def test_a_full_disk_at_the_start_raises_an_error_with_the_file(tmp_path, monkey
         started(tmp_path, is_resumed=True)
 
 
-def test_the_base_models_evaluation_is_an_event_instead_of_a_row(tmp_path):
-    sink = started(tmp_path)
-    sink.log_step(0, {"eval/pass_at_1": 0.25})
-    sink.log_step(1, {"reward/mean": 0.5})
-    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
-    expected = {"time": 1000.0, "event": "base_evaluation", "eval/pass_at_1": 0.25}
-    assert read_jsonl(tmp_path / "events.jsonl") == [expected]
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

@@ -13,22 +13,18 @@ from streamrl.planner.calibration.advice import (
 )
 from streamrl.planner.calibration.prediction import PlannedRun
 from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
-from streamrl.planner.problem.stage_timings import StageTimings, TrainTiming
+from streamrl.planner.problem.stage_timings import TrainTiming
 from tests.planner.calibration.runs import TRUE, play, recipe, write_run
 
 SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)})
-SLOW_SAMPLING = replace(TRUE, generator=replace(TRUE.generator, step_s=0.04))
-
-
-def measure(folder: Path, timings: StageTimings, *overrides: str) -> RunTrace:
-    config = recipe(folder, *overrides)
-    simulated = play(config, timings, steps=20)
-    return load_run_trace(write_run(folder / "run", config, simulated))
 
 
 @pytest.fixture(scope="module")
 def slow_run(tmp_path_factory: pytest.TempPathFactory) -> RunTrace:
-    return measure(tmp_path_factory.mktemp("run"), SLOW_TRAINING, "generator.replicas=2")
+    folder = tmp_path_factory.mktemp("run")
+    config = recipe(folder, "generator.replicas=2")
+    simulated = play(config, SLOW_TRAINING, steps=20)
+    return load_run_trace(write_run(folder / "run", config, simulated))
 
 
 def test_a_training_bound_run_is_recognized(slow_run: RunTrace):
@@ -60,11 +56,6 @@ def test_a_run_of_episodes_has_too_few_open_and_is_not_simulated(tmp_path: Path)
     assert report_to_json(replace(trace, steps=steps))["episodes"] is None
     with pytest.raises(ConfigError, match="no sampled groups with lengths: the run has an envi"):
         PlannedRun.from_trace(trace, trace.config)
-
-
-def test_a_generation_bound_run_is_recognized(tmp_path: Path):
-    slow_run = measure(tmp_path, SLOW_SAMPLING)
-    assert next(iter(measure_stage_loads(slow_run))) == "generate"
 
 
 def test_groups_dropped_as_stale_are_compared_with_the_trained_ones(slow_run: RunTrace):

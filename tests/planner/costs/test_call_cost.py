@@ -6,7 +6,6 @@ import pytest
 
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, ModelShape
-from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.call_cost import (
@@ -17,7 +16,7 @@ from streamrl.planner.costs.call_cost import (
 from streamrl.planner.costs.call_timings import count_decode_step_params, count_kv_token_bytes
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
-from streamrl.planner.problem.problem import PlacementProblem, RunMemory
+from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from tests.planner.notations import make_assignment
 
@@ -81,27 +80,6 @@ def place_experts(expert: int) -> Placement:
     """Train with expert ranks on devices 0 to 7; generate without on 8 to 15."""
     train = make_assignment("1-1-8", experts=expert)
     return Placement({"train": train, "generate": make_assignment("1-1-8", 8)})
-
-
-def test_colocated_experts_are_whole_on_each_device_while_a_version_loads():
-    shape = MODEL_SHAPES["qwen3-30b-a3b"]
-    run = RunMemory({"policy": TrainerConfig(gradient_checkpointing=True)})
-    costs = CostModel(replace(make_problem(shape), run_memory=run))
-    active = [
-        costs.predict_memory(
-            Placement({"train": replace(shared, zero_stage=stage), "generate": generate})
-        )["train"].active_bytes
-        for shared, stage, generate in (
-            (make_assignment("1-1-8"), 3, make_assignment("1-1-8")),
-            (make_assignment("1-4-2"), 3, make_assignment("1-4-2")),
-            (make_assignment("1-1-8"), 1, make_assignment("1-1-8")),
-            (make_assignment("1-1-8"), 3, make_assignment("1-1-8", 8)),
-        )
-    ]
-    whole = 2 * shape.num_params
-    assert active[:2] == [whole, whole]
-    # Stage 1 has the whole model in any case, and other devices load their own.
-    assert max(active[2:]) < whole
 
 
 def test_expert_rank_holds_its_experts_and_the_rest():

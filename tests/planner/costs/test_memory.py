@@ -11,7 +11,6 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import DEVICES, GB, Cluster
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.constants import (
-    CPU_CONSTANTS,
     OPTIMIZER_MEMORY_FRACTION,
     CostConstants,
 )
@@ -61,28 +60,6 @@ def test_splits_that_the_trainer_of_the_run_refuses_are_infeasible():
     message = "train as 1-2-4: trainer.tensor_parallel=2: does not"
     assert costs.explain_infeasible(Placement({"train": train})).startswith(message)
     assert costs.call_duration_s("train", train) == float("inf")
-
-
-def test_gpu_runs_copy_served_weights_and_keep_the_kv_cache():
-    placement, copy = make_colocated(), 2 * SHAPE.num_params
-    run, other = (CostModel(make_problem(run_memory=each)) for each in (RUN, None))
-    expected = pytest.approx(copy + run.compute_kv_capacity_bytes(placement), rel=0.01)
-    assert run.predict_memory(placement)["generate"].resident_bytes == expected
-    assert other.predict_memory(placement)["generate"].resident_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("train", "zero_stage", "serve", "copied"),
-    [("1-1-2", 3, "1-1-2", 1), ("1-1-2", 0, "1-2-1", 1 / 2), ("1-1-2", 0, "1-1-2", 0)],
-)
-def test_cpu_runs_copy_served_weights_that_the_trainer_does_not_hold(
-    train: str, zero_stage: int, serve: str, copied: float
-):
-    problem = make_problem(cluster=Cluster.from_text("2xCPU"), kv_cache_bytes=1)
-    trainer, served = make_assignment(train, zero_stage=zero_stage), make_assignment(serve)
-    memory = CostModel(problem).predict_memory(Placement({"train": trainer, "generate": served}))
-    expected = copied * CPU_CONSTANTS.served_bytes * SHAPE.num_params
-    assert memory["generate"].resident_bytes == pytest.approx(expected, rel=1e-3, abs=1)
 
 
 def test_kv_cache_of_the_run_is_used_as_set():
@@ -153,7 +130,7 @@ def test_trained_state_moves_from_and_to_the_host_once_a_step():
     assert steps[2] - steps[0] == pytest.approx(2 * (optimizer + weights) / HOST)
 
 
-def test_an_optimizer_on_the_host_takes_no_device_memory_and_updates_over_the_link():
+def test_an_optimizer_on_the_host_updates_over_the_link():
     plain, on_host = (
         CostModel(make_run_problem(TrainerConfig(offload_optimizer=on_host)), RESIDENT)
         for on_host in (False, True)
@@ -166,10 +143,6 @@ def test_an_optimizer_on_the_host_takes_no_device_memory_and_updates_over_the_li
     # Moments and master weights are read and written, gradients read, weights written.
     num_bytes = (2 * 12 + 4 + 2) * params
     assert updates[1] - updates[0] == pytest.approx(num_bytes / HOST - num_bytes / memory)
-    held = [m.predict_memory(make_placement())["train"].resident_bytes for m in (plain, on_host)]
-    # Gradients in float32 and bfloat16 leave as well, of all parameters: stage 1 shards only the
-    # optimizer. Its bucket is small.
-    assert held[0] - held[1] == pytest.approx(12 * params + 6 * SHAPE.num_params, rel=0.01)
 
 
 def test_scoring_weights_load_from_the_host_once_a_step():

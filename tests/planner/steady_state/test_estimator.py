@@ -1,6 +1,5 @@
 """Steady-state estimates by hand: sums, maxima, and the closed form of generation ahead."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -61,9 +60,8 @@ TIMINGS = StageTimings(
 class FixedCosts(CostModel):
     """Costs with fixed timings."""
 
-    def __init__(self, timings: StageTimings = TIMINGS, reason: str = "") -> None:
+    def __init__(self, timings: StageTimings = TIMINGS) -> None:
         self.timings = timings
-        self.reason = reason
 
     def predict_timings(self, placement: Placement) -> StageTimings:
         return self.timings
@@ -72,7 +70,7 @@ class FixedCosts(CostModel):
         return {stage: CallMemory(1e9, 2e9) for stage in placement.assignments}
 
     def explain_infeasible(self, placement: Placement) -> str:
-        return self.reason
+        return ""
 
 
 def assign_meshes(**meshes: str) -> dict[str, CallAssignment]:
@@ -174,14 +172,6 @@ def test_streamed_calls_process_groups_as_they_arrive():
     # Seven groups arrive by 8.75 s; the last two of them are scored after another 0.75 s and
     # trained in 1 s, when the last group is scored. Training the last takes 0.5 s.
     assert streamed_s == pytest.approx(8.75 + 0.75 + 1 + 0.5 + 1)
-
-
-def test_infeasible_placement_has_a_reason():
-    estimate = estimate_placement(
-        make_problem(), Placement(assign_meshes(generate="0")), FixedCosts(reason="too large")
-    )
-    assert estimate.infeasible_reason == "too large"
-    assert math.isinf(estimate.step_s)
 
 
 def test_estimate_reports_idle_time_memory_and_throughput():

@@ -11,6 +11,12 @@ from tests.virtual_time import ManualClock
 
 START_S = 1_000_000.0
 STEP_S = 2.0
+CHARTS = [
+    *("reward", "throughput", "lengths", "entropy", "kl", "grad_norm", "critic", "filter"),
+    *("queue", "staleness", "idle"),
+    *("step_time", "weights", "ledger", "events"),
+]
+"""Charts of such a run, in the order of the page."""
 
 
 def write_run(folder: Path, *, num_steps: int = 6, is_closed: bool = True) -> Path:

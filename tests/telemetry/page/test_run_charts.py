@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.telemetry.page.charts import Chart, draw_run_charts, draw_shared_charts
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
-from tests.telemetry.page.recorded_run import write_run
+from tests.telemetry.page.recorded_run import CHARTS, write_run
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,7 @@ def charts(run: RunRecord) -> dict[str, Chart]:
 
 
 def test_a_run_has_every_chart_that_it_has_measurements_for(charts: dict[str, Chart]) -> None:
-    assert list(charts) == [
-        *("reward", "throughput", "lengths", "entropy", "kl", "grad_norm", "critic", "filter"),
-        *("queue", "staleness", "idle"),
-        *("step_time", "weights", "ledger", "events"),
-    ]
+    assert list(charts) == CHARTS
 
 
 def test_plotly_takes_every_chart(charts: dict[str, Chart]) -> None:
