@@ -1,6 +1,7 @@
 """Application of rows: derived columns, and the loss of any part of a step."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -29,9 +30,14 @@ CONFIGS = [
     AlgorithmConfig(name="dapo", kl_coef=0.1, correction=EVERYTHING),
     AlgorithmConfig(name="cispo", correction=CorrectionConfig(reject="k3", reject_high=0.1)),
 ]
-every_config = pytest.mark.parametrize(
-    "config", CONFIGS, ids=[f"{config.name}-{i}" for i, config in enumerate(CONFIGS)]
-)
+
+
+def parametrize_configs(configs: Sequence[AlgorithmConfig]) -> pytest.MarkDecorator:
+    ids = [f"{config.name}-{i}" for i, config in enumerate(configs)]
+    return pytest.mark.parametrize("config", configs, ids=ids)
+
+
+every_config = parametrize_configs(CONFIGS)
 
 
 def close(actual, expected):

@@ -122,15 +122,6 @@ def test_overlap_keeps_at_least_as_much_as_any_assignment(
     assert count_received(best) <= count_received(shuffled)
 
 
-def test_with_more_tensor_ranks_than_in_training_neighbors_stay_together():
-    grid = RankGrid.from_text("1-2-4")
-    training_layout = create_layout(even(2), grid.assign_ranks())
-    serving = assign_max_overlap(training_layout, GenerationSizes(1, 4, 2, 1))
-    plan = plan_copies(training_layout, create_layout(even(2), serving), NodeTopology())
-    assert not any(plan.count_received_bytes().values())
-    assert [sorted(group) for group in serving.list_tp_groups()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_incompatible_sizes_are_refused_by_name():
     for train, generate, fault in (
         ("1-4-2", "1-2-2-1", "training 1-4-2 has 8 ranks, generation 1-2-2-1 has 4"),

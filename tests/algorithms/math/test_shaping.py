@@ -24,12 +24,10 @@ MASK = torch.tensor(
 )
 
 
-def test_the_score_is_the_reward_of_the_last_sampled_token():
-    rewards = make_token_rewards(torch.tensor([3.0, 4.0, 5.0]), MASK)
+def test_the_score_is_the_reward_of_the_last_sampled_token_less_penalties():
+    scores = torch.tensor([3.0, 4.0, 5.0])
+    rewards = make_token_rewards(scores, MASK)
     assert rewards.tolist() == [[0, 0, 3.0, 0], [4.0, 0, 0, 0], [0, 0, 0, 0]]
-
-
-def test_penalties_are_subtracted_from_sampled_tokens():
     penalties = torch.tensor([[0.5, NAN, 0.25, NAN], [-1.0, NAN, NAN, NAN], [NAN] * 4])
-    rewards = make_token_rewards(torch.tensor([3.0, 4.0, 5.0]), MASK, penalties)
+    rewards = make_token_rewards(scores, MASK, penalties)
     assert rewards.tolist() == [[-0.5, 0, 2.75, 0], [5.0, 0, 0, 0], [0, 0, 0, 0]]

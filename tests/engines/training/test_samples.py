@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
-from streamrl.algorithms.config import LOSS_AGGREGATIONS
+from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import MicroBatchPacker
 from streamrl.engines.models.forward import TokenScores
@@ -17,6 +16,7 @@ from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
 from streamrl.messages import FinishReason, count_samples
+from tests.algorithms import test_objective
 from tests.engines.split_episodes import MAX_SAMPLED, WEIGHTS, make_episode, make_groups
 
 SEQUENCE_WEIGHTS = CorrectionConfig(
@@ -29,17 +29,12 @@ SEQUENCE_WEIGHTS = CorrectionConfig(
     off_policy_threshold=0.1,
 )
 CONFIGS = [
-    *(AlgorithmConfig(name=name) for name in ALGORITHMS),
-    *(AlgorithmConfig(loss_aggregation=mode) for mode in LOSS_AGGREGATIONS),
-    AlgorithmConfig(kl_coef=0.1, entropy_coef=0.02, mask_truncated=True, overlong_buffer=6),
-    AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_kind="k1", advantage_scale="batch"),
+    *test_objective.CONFIGS,
     AlgorithmConfig(name="ppo", gamma=0.9, kl_coef=0.1),
     AlgorithmConfig(name="gspo", single_rollout="keep", correction=SEQUENCE_WEIGHTS),
     AlgorithmConfig(name="clip_cov", params={"covariance_low": 0.01, "covariance_fraction": 0.3}),
 ]
-every_config = pytest.mark.parametrize(
-    "config", CONFIGS, ids=[f"{config.name}-{i}" for i, config in enumerate(CONFIGS)]
-)
+every_config = test_objective.parametrize_configs(CONFIGS)
 BUDGET = 160
 
 

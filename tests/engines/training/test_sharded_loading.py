@@ -64,9 +64,8 @@ def test_ranks_load_the_bits_of_from_pretrained(kind: str, layout: str, tmp_path
         ("fsdp", QUICK),
         pytest.param("zero3", QUICK, marks=pytest.mark.slow),
         pytest.param("fsdp", SLOW, marks=pytest.mark.slow),
-        pytest.param("zero3", SLOW, marks=pytest.mark.slow),
     ],
-    ids=["fsdp", "zero3", "fsdp of all", "zero3 of all"],
+    ids=["fsdp", "zero3", "fsdp of all"],
 )
 def test_ranks_load_all_architectures(
     layout: str, architectures: dict[str, object], tmp_path: Path
