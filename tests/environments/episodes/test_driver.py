@@ -1,13 +1,10 @@
 """The driver of episodes: bookkeeping of tokens, limits, failures, slots and leases."""
 
 import asyncio
-import random
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from streamrl.environments.episodes.driver import (
     derive_attempt_seed,
@@ -17,15 +14,9 @@ from streamrl.environments.episodes.driver import (
 from streamrl.environments.interface import CallOutcome, ResetResult
 from streamrl.errors import EpisodeError, EpisodeOutageError, GenerationError
 from streamrl.messages import (
-    EPISODE_COLUMNS,
-    ROLLOUT_COLUMNS,
     FinishReason,
-    GroupInfo,
     TokenSource,
     TurnOutcome,
-    check_column_sizes,
-    measure_columns,
-    split_token_column,
 )
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.rewards.metric_means import sums_to_means
@@ -82,38 +73,6 @@ async def test_a_worked_episode_of_two_turns():
     ]
     assert session.summary.answer == "3"
     assert session.is_closed
-
-
-@given(st.integers(0, 10_000))
-def test_trained_tokens_are_the_sampled_tokens_and_columns_keep_the_schema(seed):
-    rng = random.Random(seed)
-
-    def write(context, turn_seed):
-        return "".join(rng.choice("ab{}<>") for _ in range(rng.randint(1, 5))) + ";"
-
-    def open_session():
-        count = rng.randint(1, 5)
-        steps = [say("x" * rng.randint(0, 9), reward=rng.random()) for _ in range(count - 1)]
-        return ScriptedSession([*steps, DONE])
-
-    async def run():
-        hosts = ScriptedHosts(open_session)
-        driver = make_driver(ScriptedSampler(write), hosts, slots=1)
-        columns = await run_group(driver, seeds=range(rng.randint(1, 4)))
-        assert columns.keys() == {*ROLLOUT_COLUMNS, *EPISODE_COLUMNS}
-        info = GroupInfo.from_columns(columns)
-        check_column_sizes(measure_columns(columns), info)
-        rows = zip(
-            split_token_column(columns["token_ids"], columns["lengths"]),
-            split_token_column(columns["loss_mask"], columns["lengths"]),
-            strict=True,
-        )
-        ends = iter(columns["turn_ends"].tolist())
-        for (tokens, mask), session in zip(rows, hosts.sessions, strict=True):
-            assert to_text(tokens[mask]).split(";")[:-1] == session.replies
-            assert {tokens[next(ends) - 1] for _ in session.replies} == {ord(";")}
-
-    run_virtual(run())
 
 
 @in_virtual_time

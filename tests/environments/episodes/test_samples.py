@@ -15,6 +15,7 @@ from streamrl.messages import (
     TokenSource,
     check_column_sizes,
     measure_columns,
+    split_token_column,
 )
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.environments.episodes.scripted import (
@@ -93,6 +94,11 @@ def test_samples_change_neither_turns_nor_limits_nor_what_is_trained(seed, max_t
     appended, replies = run_virtual(run(1))
     columns, replies_of_samples = run_virtual(run(max_samples))
     assert replies_of_samples == replies
+    lengths = appended["lengths"]
+    rows = (split_token_column(appended[name], lengths) for name in ("token_ids", "loss_mask"))
+    for tokens, mask, said in zip(*rows, replies, strict=True):
+        # A turn that was cut has no end and reaches no environment.
+        assert to_text(tokens[mask]).split(";")[: len(said)] == said
     for name in ("token_ids", "generator_logprobs", "policy_version"):
         trained = [c[name][c["loss_mask"]].tolist() for c in (appended, columns)]
         assert trained[1] == trained[0]

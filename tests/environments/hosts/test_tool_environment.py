@@ -1,8 +1,6 @@
 """Tools of a class, `python` and an MCP server side by side, in a host of this process."""
 
 import sys
-import threading
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from streamrl.errors import ConfigError
 from tests.descendants import descendants
 from tests.environments.hosts.open_session import OpenSession
 from tests.environments.hosts.user_files import GUESS
-from tests.environments.tool_sources.test_mcp_tools import RawHttpServer
+from tests.environments.tool_sources.test_mcp_tools import serve_raw
 
 SERVER = str(Path(__file__).parent.parent / "tool_sources" / "raw_mcp_server.py")
 PYTHON = ToolConfig("python")
@@ -118,14 +116,12 @@ async def test_a_server_that_answers_nobody_is_an_outage_and_a_slow_tool_is_not(
     open_session, monkeypatch
 ):
     monkeypatch.setattr("streamrl.user_code.service_gate.PING_TIMEOUT_S", 0.5)
-    with ThreadingHTTPServer(("127.0.0.1", 0), RawHttpServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/mcp"
+    with serve_raw() as (url, stop):
         session = open_session(tools=[ToolConfig("mcp", url=url)], turn_timeout_s=1.0)
         await session.reset()
         slow = (CallOutcome.TIMED_OUT, "sleep timed out after 0.5 s")
         assert await call(session, ("sleep", {"seconds": 1})) == [slow]
-        server.shutdown()  # connections are still accepted, by the system
+        stop()  # connections are still accepted, by the system
         response = await session.step("", ToolCall("say", {"text": "b"}))
     assert response.is_outage
     assert f"{url}: no result of say in 0.5 s, and no answer to others" in response.error

@@ -47,7 +47,6 @@ class Commands:
 
     def reset(self, row):
         self.on_close = row.extra_info.get("close", "")
-        self.on_score = row.extra_info.get("score", "")
         run(row.extra_info.get("reset", ""))
         return str(os.getpid())
 
@@ -59,7 +58,7 @@ class Commands:
         return Turn(str(await asyncio.to_thread(run, reply.text)))
 
     def score(self, episode):
-        run(self.on_score or episode.finish_reason)
+        run(episode.finish_reason)
         return 0.5
 
     def close(self):

@@ -138,13 +138,20 @@ class RawHttpServer(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+@contextlib.contextmanager
+def serve_raw():
+    """Serve RawHttpServer in a thread; yield its address and a function that stops it."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), RawHttpServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/mcp", server.shutdown
+        server.shutdown()
+
+
 async def test_headers_come_from_the_environment_and_a_refused_request_ends_the_session(
     monkeypatch,
 ):
     monkeypatch.setenv("DOCS_TOKEN", "Bearer secret")
-    with ThreadingHTTPServer(("127.0.0.1", 0), RawHttpServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/mcp"
+    with serve_raw() as (url, _):
         headers = {"Authorization": "DOCS_TOKEN"}
         source = McpTools(ToolConfig("mcp", url=url, headers_env=headers))
         RawHttpServer.authorizations.clear()
@@ -162,7 +169,6 @@ async def test_headers_come_from_the_environment_and_a_refused_request_ends_the_
             await episode.close()
             episode = await source.open(in_time())
         await episode.close()
-        server.shutdown()
 
 
 async def test_a_server_that_starts_slower_than_a_call_may_take_is_ready_in_the_end(
