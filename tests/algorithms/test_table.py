@@ -119,27 +119,6 @@ def test_an_invalid_config_is_refused(kind, settings, message):
         kind(**settings)
 
 
-OWN = """
-from streamrl.algorithms import ALGORITHMS
-from streamrl.algorithms.table import variant
-
-
-def half(columns, group_ids, settings):
-    return columns["scores"] / 2
-
-
-HALF = variant("half", "nobody, nowhere", ALGORITHMS["grpo"], advantages=half)
-"""
-
-
-def test_a_custom_row_is_loaded_from_a_file(tmp_path: Path):
-    (tmp_path / "own.py").write_text(OWN)
-    config = AlgorithmConfig(name="half", path=str(tmp_path / "own.py"))
-    assert config.spec.name == "half"
-    assert make_settings(config).loss_aggregation == "seq-mean-token-mean"
-    assert AlgorithmConfig(name="dapo", path=str(tmp_path / "own.py")).spec.name == "dapo"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -245,6 +224,8 @@ def test_unused_settings_of_a_custom_row_are_not_refused(tmp_path):
     (tmp_path / "own.py").write_text(BAD_ROWS)
     chosen = [f"algorithm.path={tmp_path}/own.py", "algorithm.name=rooted", "algorithm.gamma=0.9"]
     assert load_config(GRPO_RECIPE, chosen).algorithm_settings.gamma == 0.9
+    built_in = AlgorithmConfig(name="dapo", path=str(tmp_path / "own.py"))
+    assert built_in.spec.name == "dapo", "beside a file's own rows"
 
 
 @pytest.mark.parametrize(

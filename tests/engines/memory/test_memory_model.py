@@ -156,15 +156,8 @@ def test_lora_adapters_are_added_and_have_the_only_moments(path: str):
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 DENSE = Qwen2Config(**SIZES, **HEADS, intermediate_size=2048, architectures=["Qwen2ForCausalLM"])
-# The first layer of each mixture is dense.
-MIXTURE = Qwen3MoeConfig(
-    **SIZES,
-    **HEADS,
-    **{"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 2048},
-    mlp_only_layers=[0],
-    architectures=["Qwen3MoeForCausalLM"],
-)
-SHARED_EXPERTS = DeepseekV3Config(
+# The first layer is dense.
+MIXTURE = DeepseekV3Config(
     **SIZES,
     **{"n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 2048},
     **{"n_shared_experts": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
@@ -177,9 +170,7 @@ SHARED_EXPERTS = DeepseekV3Config(
     [
         pytest.param(DENSE, 1, 0, id="chunked"),
         pytest.param(DENSE, 2, 1024, id="tensor parallel"),
-        pytest.param(MIXTURE, 1, 3 * 2048, id="mixture"),
-        pytest.param(MIXTURE, 2, 3 * 1024, id="mixture of parallel experts"),
-        pytest.param(SHARED_EXPERTS, 1, 5 * 2048, id="mixture with shared experts"),
+        pytest.param(MIXTURE, 1, 5 * 2048, id="mixture with shared experts"),
     ],
 )
 def test_the_recomputed_layer_has_its_whole_mlp_where_no_chunks_are_possible(
@@ -199,20 +190,6 @@ def test_the_recomputed_layer_has_its_whole_mlp_where_no_chunks_are_possible(
     logits = 5 * 64 // tensor_parallel
     layer = max(17 * hidden, 11 * hidden + 4 * whole)
     assert twice - once == tokens * 4 * (2 * hidden + layer + logits)
-
-
-def test_activations_of_a_gated_mlp_are_as_measured_on_a_gpu(tmp_path: Path):
-    """1.5 B parameters in bfloat16 took 3.07 MB more of a GPU for each token of a micro-batch."""
-    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936}
-    Qwen2Config(**sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
-    trainer = TrainerConfig(dtype="bfloat16")
-    small, large = (
-        estimate_memory(str(tmp_path), trainer, tokens=tokens, on_gpu=True).activations
-        for tokens in (4096, 16384)
-    )
-    measured = (74.31 - 40.97) * 2**30 / (16384 - 4096)
-    assert measured <= (large - small) / (16384 - 4096) < 1.1 * measured
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
