@@ -80,8 +80,6 @@ async def answer_calls(connection):
             if action["tool_name"] == "add":
                 total += number
                 result = {"content": [{"type": "text", "text": str(total)}], "is_error": False}
-            elif action["tool_name"] == "die":
-                os._exit(1)
             elif action["tool_name"] == "fail":
                 error = {"error_type": action["arguments"]["kind"], "message": "it broke"}
             done = action["tool_name"] == "finish"
@@ -98,7 +96,6 @@ TOOLS = [
     make_tool("add", number="integer", seconds="number"),
     make_tool("fail", kind="string"),
     make_tool("finish", number="integer"),
-    make_tool("die"),
 ]
 
 

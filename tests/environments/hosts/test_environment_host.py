@@ -6,34 +6,17 @@ import threading
 
 import pytest
 
-from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.hosts.environment_host import EnvironmentHost
 from streamrl.environments.interface import (
     CallOutcome,
     ResetResult,
     ToolCall,
 )
-from tests.environments.hosts.open_session import OpenSession
 from tests.environments.hosts.user_files import (
     ASYNC_CALCULATOR,
     ASYNC_GUESS,
     CALCULATOR,
     GUESS,
 )
-
-
-@pytest.fixture
-def open_session(tmp_path):
-    hosts: dict[str, EnvironmentHost] = {}
-
-    def open_in_host(source, **settings):
-        if source not in hosts:
-            path = tmp_path / f"environment_{len(hosts)}.py"
-            path.write_text(source)
-            hosts[source] = EnvironmentHost(EnvironmentConfig(str(path), **settings))
-        return OpenSession(hosts[source])
-
-    return open_in_host
 
 
 def make_turns(body, *, before="", is_async=False):

@@ -199,7 +199,7 @@ async def test_the_tools_of_a_server_are_tools_whose_calls_have_rewards(open_ses
     session = await open_session()
     start = (await session.reset(seed=7)).result
     assert start.messages == ()
-    assert [tool["function"]["name"] for tool in start.tools] == ["add", "fail", "finish", "die"]
+    assert [tool["function"]["name"] for tool in start.tools] == ["add", "fail", "finish"]
     assert start.tools[1] == {
         "type": "function",
         "function": {

@@ -5,15 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.hosts.environment_host import EnvironmentHost
 from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.interface import CallOutcome, ToolCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
-from tests.descendants import descendants
-from tests.environments.hosts.open_session import OpenSession
 from tests.environments.hosts.user_files import GUESS
 from tests.environments.tool_sources.test_mcp_tools import serve_raw
 
@@ -33,24 +29,6 @@ class Writer:
         return 0.5
 '''
 SCORED = "class Scored:\n    def score(self, episode): return 0.25\n"
-
-
-@pytest.fixture
-async def open_session(tmp_path):
-    """Open sessions in hosts; close them at the end and check that no process is left."""
-    before, sessions = descendants(), []
-
-    def open_in_host(source="", **settings):
-        path = tmp_path / "mine.py"
-        path.write_text(source)
-        config = EnvironmentConfig(str(path) if source else "", **settings)
-        sessions.append(OpenSession(EnvironmentHost(config)))
-        return sessions[-1]
-
-    yield open_in_host
-    for session in sessions:
-        await session.close()
-    assert not descendants() - before
 
 
 async def call(session, *calls):

@@ -181,31 +181,6 @@ def test_earlier_turns_and_turns_with_calls_may_close_by_tokens_of_their_own(mak
         assert show(renderer, bridge) == (expected, observation["content"])
 
 
-def list_special(renderer):
-    return [token for token in renderer.tokenizer.added_tokens_decoder.values() if token.special]
-
-
-@pytest.mark.parametrize("name", BPE_FORMATS)
-@given(data=st.data())
-def test_an_observation_never_writes_a_special_token(load_renderer, name, data):
-    renderer = load_renderer(name)
-    special = [token.content for token in list_special(renderer)]
-    fragments = st.one_of(
-        st.sampled_from(special),
-        st.sampled_from(special).map(lambda text: text[:-1]),
-        st.sampled_from(special).map(lambda text: text[1:]),
-        any_text,
-    )
-    content = "x" + "".join(data.draw(st.lists(fragments, max_size=6))) + "x"
-    bridge = renderer.render_bridge([5], [make_user(content)], is_cut=True)
-    text, observed = show(renderer, bridge)
-    special_ids = {get_id(renderer, text) for text in special}
-    assert special_ids.isdisjoint(bridge.token_ids[bridge.is_observation].tolist())
-    assert content in observed
-    expected = renderer.render_bridge([5], [make_user("x")], is_cut=True)
-    assert text.replace(content, "x", 1) == show(renderer, expected)[0]
-
-
 def test_a_name_of_a_tool_does_not_write_special_tokens(make_renderer):
     renderer = make_renderer(
         "{% for m in messages %}{{ m.name or m.role }}:{{ m.content }}<eos>{% endfor %}>"
