@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from streamrl.messages import Array
 from streamrl.resharding.storage import ShardStorage
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights import WeightLoadStats
+
+RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
 class FakeActor:

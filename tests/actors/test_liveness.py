@@ -28,12 +28,10 @@ from streamrl.actors.queue_shard import ShardActor
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL
 from streamrl.errors import DeadlineError, FilterLimitError
-from tests.actors.fakes import make_prepared
+from tests.actors.fakes import RECIPE, make_prepared
 from tests.virtual_time import ManualClock
 
 pytestmark = pytest.mark.xdist_group("ray")
-
-RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
 class Waiter:

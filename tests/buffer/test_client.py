@@ -13,7 +13,7 @@ from streamrl.buffer import ExperienceQueue, QueueShard
 from streamrl.buffer.encoding import LARGE_BLOB_BYTES
 from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns, FilteredGroup
-from tests.buffer.clients import UIDS, do, finish, lease, local_shards, queue_of, take_all
+from tests.buffer.clients import UIDS, finish, lease, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 from tests.fake_shards import CALL_S
 from tests.virtual_time import in_virtual_time
@@ -81,16 +81,6 @@ async def test_shard_index_is_equal_in_every_process():
     for i, shard in enumerate(shards):
         shard_uids = {uid for uid, index in zip(UIDS, indices, strict=True) if index == i}
         assert set((await shard.call(QueueShard.get_stats)).uids) == shard_uids != set()
-
-
-@in_virtual_time
-async def test_read_columns_by_uid():
-    queue, uids = queue_of(2), UIDS[:6]
-    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
-    await do(queue, "generate", rollouts(version=3))
-    columns_by_uid = await queue.read_columns(uids, ("policy_version", "lengths"))
-    assert columns_by_uid.keys() == set(uids)
-    assert all(columns["lengths"].tolist() == [5, 5] for columns in columns_by_uid.values())
 
 
 @in_virtual_time
@@ -255,20 +245,6 @@ async def test_coordinator_does_not_renew_and_forgets_removed_groups():
 
 
 # Pending grants
-
-
-@in_virtual_time
-async def test_pending_grants_do_not_expire_during_other_work():
-    queue = queue_of(4)
-    uids = {f"0:{i}:0" for i in range(12)}
-    await queue.insert_prompts([prompt(uid) for uid in uids], 0)
-    done = []
-    for _ in range(12):
-        (group,) = await lease(queue, "generate")
-        await asyncio.sleep(6.0)  # each within its lease
-        assert await queue.commit_columns([(group.lease, rollouts())]) == []
-        done.append((group.uid, group.lease.attempt))
-    assert sorted(done) == sorted((uid, 1) for uid in uids)
 
 
 @in_virtual_time

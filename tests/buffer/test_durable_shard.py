@@ -110,18 +110,6 @@ async def test_checkpoint_replaces_the_journal_before_its_cut(tmp_path: Path):
     await shard.close()
 
 
-async def test_death_between_cut_and_checkpoint_loses_nothing(tmp_path: Path):
-    shard = restart(plan(tmp_path))
-    await admit(shard, "a")
-    cut = await shard.rotate_journal()
-    await admit(shard, "b")
-    await shard.write_snapshot(cut, tmp_path / "checkpoints" / ".step_000001.partial" / "shard-0")
-
-    shard = restart(plan(tmp_path))
-    assert (await shard.get_stats()).uids == ("a", "b")
-    await shard.close()
-
-
 async def test_rewound_run_keeps_its_new_records(tmp_path: Path):
     shard = restart(plan(tmp_path))
     await admit(shard, "a")

@@ -18,7 +18,6 @@ from streamrl.buffer.run_log import (
     TrainedGroup,
     TrainedStep,
     check_checkpoint,
-    read_history,
     read_log,
     recover_run_log,
 )
@@ -156,21 +155,6 @@ async def write_run_log(folder: Path) -> RunLog:
     await run_log.record_finished({"0:2:0": FILTERED})
     await journal.close()
     return run_log
-
-
-def test_history_yields_all_entries(tmp_path: Path):
-    asyncio.run(write_run_log(tmp_path))
-    entries = list(read_history(tmp_path))
-    assert [entry["kind"] for entry in entries] == ["open", "admit", "step", "end", "admit", "end"]
-    assert all(entry["time"] > 1e9 for entry in entries)
-    prompt_entries = [
-        (e["kind"], e.get("version"), e.get("cause")) for e in entries if mentions_prompt(e, "0:1:")
-    ]
-    assert prompt_entries == [("admit", 0, None), ("end", None, "deadline"), ("admit", 1, None)]
-
-
-def mentions_prompt(entry: Any, prompt: str) -> bool:
-    return any(uid.startswith(prompt) for uid in (*entry.get("uids", ()), entry.get("uid", "")))
 
 
 @pytest.mark.parametrize("change", ["", "trained", "version", "uid", "fork"])

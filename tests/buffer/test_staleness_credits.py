@@ -76,25 +76,6 @@ def make_full() -> tuple[Ledger, AdmissionController]:
     return ledger, admission
 
 
-def test_groups_in_flight_never_exceed_capacity():
-    ledger = Ledger()
-    admission = make(ledger, depth=0, capacity=5)
-    admit(ledger, *range(4))
-    admission.advance_version(1)
-    assert admission.num_credits == 1, "the step's groups are not yet logged as trained"
-
-
-def test_resumed_run_continues_at_its_version():
-    ledger = Ledger()
-    for i in range(12):
-        ledger.mark_admitted(str(i), i // 4)
-    train(ledger, *range(8))
-    admission = AdmissionController(
-        ledger, depth=1, groups_per_step=4, capacity_groups=8, total_groups=16, version=2
-    )
-    assert (admission.num_credits, admission.is_finished) == (4, False)
-
-
 def test_shard_too_small_for_a_step_raises_with_the_calculation():
     message = (
         r"^queue.store_share=0.5: 8.00 MB for a shard, must be at least 10.00 MB"

@@ -1,10 +1,18 @@
 """Fixtures of the commands' tests."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from streamrl.cli.main import main
+from tests.toy import write_toy
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a toy's model, rows and recipe, which no test changes."""
+    return write_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture

@@ -17,15 +17,9 @@ from streamrl.engines.trainer_config import REFERENCE_FILE
 from streamrl.run_dir.checkpoint import CheckpointWriter
 from streamrl.run_dir.run_config_file import CONFIG_FILE
 from streamrl.run_dir.run_lock import LOCK_FILE, acquire_run_lock
-from tests.toy import write_toy
 
 Refuse = Callable[..., str]
 Saved = Callable[..., tuple[Path, Path]]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture

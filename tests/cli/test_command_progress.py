@@ -10,11 +10,7 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.telemetry import progress as progress_line
 from streamrl.telemetry.progress import WorkStatus
-
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
-PROBLEM = [str(CONFIGS / "grpo_arithmetic.yaml"), "--cluster", "4xH100", "--model", "qwen2.5-1.5b"]
-PROBLEM += ["--prompt-tokens", "200", "--lengths", "lognormal:300:0.7"]
-PROBLEM += ["generator.max_new_tokens=2048", "pipeline.groups_per_step=16"]
+from tests.cli.test_plan import TINY
 
 
 @pytest.fixture
@@ -36,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
 
 
 def test_plan_counts_placements(run: Callable[..., list[str]]):
-    words = ("plan", *PROBLEM, "--proposals", "20", "--max-staleness", "0,1")
+    words = ("plan", *TINY, "--max-staleness", "0,1")
     _, reading, searching, simulating, _ = run(*words)
     assert reading == "reading config and data"
     assert int(searching.split()[1].replace(",", "")) > 20 and searching.endswith("placements")
@@ -44,7 +40,7 @@ def test_plan_counts_placements(run: Callable[..., list[str]]):
 
 
 def test_simulate_counts_steps(run: Callable[..., list[str]]):
-    assert run("simulate", *PROBLEM, "--steps", "6")[-1] == "simulating: 6 of 6 steps"
+    assert run("simulate", *TINY[:-2], "--steps", "6")[-1] == "simulating: 6 of 6 steps"
 
 
 def test_score_counts_completions(tmp_path: Path, run: Callable[..., list[str]]):

@@ -9,12 +9,6 @@ import pytest
 import yaml
 
 from streamrl.cli.main import main
-from tests.toy import write_toy
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy(tmp_path_factory.mktemp("toy"))
 
 
 def row(content: object, **more: object) -> str:

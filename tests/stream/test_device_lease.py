@@ -313,25 +313,6 @@ PHASE_SLOTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}
 
 
 @in_virtual_time
-async def test_phases_without_a_common_device_run_in_parallel():
-    arbiter, clock = (
-        DeviceArbiter(timeout_s=100.0, slots=PHASE_SLOTS),
-        asyncio.get_running_loop().time,
-    )
-    times = {}
-
-    async def work(phase: str) -> None:
-        async with SharedDeviceLease(arbiter, f"{phase}-0", phase).hold(phase):
-            started_at = clock()
-            await asyncio.sleep(5.0)
-            times[phase] = (started_at, clock())
-
-    await asyncio.gather(*(work(phase) for phase in PHASE_SLOTS))
-    assert times["reference"] == times["reward"] == times["evaluate"] == (0.0, 5.0)
-    assert times["train"] == (5.0, 10.0)
-
-
-@in_virtual_time
 async def test_phase_on_many_devices_is_not_starved_by_single_device_phases():
     arbiter, clock = (
         DeviceArbiter(timeout_s=100.0, slots=PHASE_SLOTS),

@@ -131,19 +131,6 @@ async def test_leaving_stage_commits_finished_work_and_leases_nothing():
 
 
 @in_virtual_time
-async def test_slow_work_is_kept_by_renewals():
-    (shard, queue), sampler = await open_shard(UIDS[:1], lease_s=4.0), Sampler(seconds=60.0)
-    loop = start_stage(shard, sampler)
-    idle_loop = start_stage(shard, Sampler(), holder="you")
-    await asyncio.sleep(70.0)
-    loop.cancel()
-    idle_loop.cancel()
-    assert sampler.finished == UIDS[:1]
-    figures = await queue.end_step([], 1)
-    assert figures.counts == {"redelivered": 0, "refused": 0}
-
-
-@in_virtual_time
 async def test_lost_work_is_cancelled_and_frees_its_slot():
     (shard, queue), sampler = await open_shard(UIDS[:1]), Sampler(seconds=30.0)
     loop = start_stage(shard, sampler, slots=1)

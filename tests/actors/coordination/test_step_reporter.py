@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -32,10 +31,9 @@ from streamrl.stream.protocols import StepResult, TrainStepResult
 from streamrl.telemetry.progress import WorkStatus
 from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout
 from streamrl.telemetry.spans import SpanRecorder
-from tests.actors.fakes import FakeActor
+from tests.actors.fakes import RECIPE, FakeActor
 from tests.virtual_time import in_virtual_time
 
-RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 SUMS = dict.fromkeys(
     (
         *("rollouts", "groups", "equal_score_groups", "included", "score_sum"),

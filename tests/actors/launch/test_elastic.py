@@ -21,9 +21,9 @@ from streamrl.run_dir.control_requests import (
     ScaleRequest,
     ScaleRequestInbox,
 )
+from tests.actors.fakes import RECIPE
 from tests.virtual_time import ManualClock
 
-RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 START_S = 30.0
 STALL_S = load_config(RECIPE).pipeline.stall_s
 

@@ -10,13 +10,13 @@ from streamrl.actors.launch import serving_check
 from streamrl.actors.launch.serving_check import probe_serving
 from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError
-
-RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
+from tests.actors.fakes import RECIPE
 
 
 @pytest.fixture
-def probe_with(monkeypatch: pytest.MonkeyPatch):
+def probe_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return a function that runs a shell script as the probe and returns the run's note."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
     def probe(script: str) -> str:
         def start(*_: object) -> subprocess.Popen[str]:
@@ -25,7 +25,7 @@ def probe_with(monkeypatch: pytest.MonkeyPatch):
             )
 
         monkeypatch.setattr(serving_check, "start_script", start)
-        config = load_config(RECIPE)
+        config = load_config(RECIPE, [f"model.path={tmp_path}"])
         generator = replace(config.generator, start_timeout_s=0.5)
         with probe_serving(replace(config, generator=generator), 64) as check:
             return check()

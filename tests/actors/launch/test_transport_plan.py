@@ -20,10 +20,9 @@ from streamrl.config.run_config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement.resource_demand import ResourceDemand
 from streamrl.weights import WeightsConfig
-from tests.actors.fakes import make_prepared
+from tests.actors.fakes import RECIPE, make_prepared
 from tests.engines.tiny_qwen import save, tiny_model
 
-RECIPE = Path(__file__).parents[3] / "configs" / "grpo_arithmetic.yaml"
 WHOLE = 78_400
 """Parameters of the tiny model, its tied embedding of 64 x 64 once."""
 EMBEDDING = 64 * 64

@@ -248,10 +248,3 @@ async def test_a_peer_that_stops_reading_is_a_lost_connection_not_a_timeout(
         with pytest.raises(ConnectionResetError, match=r"the connection is lost .*timed out"):
             await connection.call(bytes(64 << 20), "shard-0.put", 60.0)
         gone.set()
-
-
-async def test_connecting_without_a_listener_names_the_address():
-    async with serving(echo) as endpoint:
-        pass
-    with pytest.raises(ConnectionError, match=f"{HOST}:{endpoint.port} cannot be reached"):
-        await RpcConnection.open(endpoint)
