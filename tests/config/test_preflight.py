@@ -29,10 +29,12 @@ from tests.rollouts import make_rollout
 from tests.toy import write_toy
 
 MB = 1 << 20
+ToyRun = tuple[RunConfig, PreparedRun]
+PrepareNamed = Callable[..., tuple[str, ...]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, PreparedRun]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> ToyRun:
     overrides = [
         "algorithm.kl_coef=0.1",
         "rewards=[{kind: exact}, {kind: numeric, name: a_name_that_is_long}]",
@@ -47,7 +49,7 @@ def choose(config: RunConfig, prepared: PreparedRun, cpus: int, gpus: int = 0) -
     return choose_mode(options, ClusterCapacity(cpus, gpus)).mode
 
 
-def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]):
+def test_max_group_bytes_bounds_every_group(run: ToyRun):
     config, prepared = run
     new, size = config.generator.max_new_tokens, config.algorithm.group_size
     rollout = make_rollout([1] * (prepared.max_length - new), [1] * new, version=10**6)
@@ -62,16 +64,14 @@ def test_max_group_bytes_bounds_every_group(run: tuple[RunConfig, PreparedRun]):
     assert sum(map(len, blobs)) <= compute_max_group_bytes(config, prepared)
 
 
-def test_a_shard_may_use_its_share_of_the_smallest_object_store(run: tuple[RunConfig, PreparedRun]):
+def test_a_shard_may_use_its_share_of_the_smallest_object_store(run: ToyRun):
     config, prepared = run
     # Two shards share one node's store; on two nodes each has half of its own.
     assert compute_shard_bytes(config, prepared, node_stores=[100 * MB]) == 25 * MB
     assert compute_shard_bytes(config, prepared, node_stores=[100 * MB, 300 * MB]) == 50 * MB
 
 
-def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
-    run: tuple[RunConfig, PreparedRun],
-):
+def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(run: ToyRun):
     config, prepared = run
     needed = config.pipeline.groups_per_step * compute_max_group_bytes(config, prepared)
     compute_shard_bytes(config, prepared, node_stores=[4 * needed + 4])
@@ -96,7 +96,7 @@ def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(
     ],
 )
 def test_demanded_memory_includes_models_that_an_actor_keeps_on_the_host(
-    run: tuple[RunConfig, PreparedRun],
+    run: ToyRun,
     tmp_path: Path,
     settings: list[str],
     on_gpu: bool,
@@ -123,9 +123,7 @@ def test_demanded_memory_of_a_critic_is_that_of_its_own_model(tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", ["auto", "shadow"])
-def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
-    run: tuple[RunConfig, PreparedRun], mode: str
-):
+def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(run: ToyRun, mode: str):
     config = replace(run[0], placement=replace(run[0].placement, mode=mode))
     message = (
         r"generator\.kv_cache_mb=null: must be set where a generator shares a GPU, here with .*ref"
@@ -139,9 +137,7 @@ def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(
     choose(config, run[1], 8)
 
 
-def test_a_tensor_parallel_generator_demands_a_device_per_process(
-    run: tuple[RunConfig, PreparedRun],
-):
+def test_a_tensor_parallel_generator_demands_a_device_per_process(run: ToyRun):
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=2))
     for on_gpu, key in ((False, "requested_cpus"), (True, "requested_gpus")):
         modes = list_placement_options(config, run[1], on_gpu)
@@ -153,7 +149,7 @@ def test_a_tensor_parallel_generator_demands_a_device_per_process(
         assert (values_by_role["generator"], values_by_role["trainer"]) == (2, 1)
 
 
-def test_a_generator_inside_trainer_ranks_demands_no_devices(run: tuple[RunConfig, PreparedRun]):
+def test_a_generator_inside_trainer_ranks_demands_no_devices(run: ToyRun):
     config = replace(
         run[0],
         generator=replace(run[0].generator, tensor_parallel=2),
@@ -163,7 +159,7 @@ def test_a_generator_inside_trainer_ranks_demands_no_devices(run: tuple[RunConfi
         assert choose(config, run[1], slots) == mode
 
 
-def test_memory_budget_applies_only_if_auto_colocates(run: tuple[RunConfig, PreparedRun]):
+def test_memory_budget_applies_only_if_auto_colocates(run: ToyRun):
     placement = replace(run[0].placement, mode="auto", memory_mb=500)
     config = replace(run[0], placement=placement)
     for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):
@@ -171,7 +167,7 @@ def test_memory_budget_applies_only_if_auto_colocates(run: tuple[RunConfig, Prep
         assert with_placement_mode(config, mode).placement.memory_mb == budget_mb
 
 
-def test_auto_excludes_colocation_beyond_the_memory_budget(run: tuple[RunConfig, PreparedRun]):
+def test_auto_excludes_colocation_beyond_the_memory_budget(run: ToyRun):
     config = replace(run[0], placement=replace(run[0].placement, mode="auto", memory_mb=1))
     assert choose(config, run[1], 8) == "disaggregated"
     message = (
@@ -182,7 +178,7 @@ def test_auto_excludes_colocation_beyond_the_memory_budget(run: tuple[RunConfig,
         choose(config, run[1], 1)
 
 
-def test_a_policy_that_is_never_trained_gets_a_note(run: tuple[RunConfig, PreparedRun], tmp_path):
+def test_a_policy_that_is_never_trained_gets_a_note(run: ToyRun, tmp_path):
     overrides = ["algorithm.name=ppo", "critic.warmup_alone=3"]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)
     assert "critic.warmup_alone=3: the policy is frozen in all" in prepare_run(config).notes[0]
@@ -212,7 +208,7 @@ class Tools:
 
 
 @pytest.fixture(scope="module")
-def prepare_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, ...]]:
+def prepare_named(tmp_path_factory: pytest.TempPathFactory) -> PrepareNamed:
     """Prepare a run with environments and rows; return its notes."""
     toy = write_toy(tmp_path_factory.mktemp("toy"))
     (toy / "named.py").write_text(ENVIRONMENTS)
@@ -234,9 +230,7 @@ NAMED = (
 )
 
 
-def test_preflight_resets_a_row_of_each_environment(
-    prepare_named: Callable[..., tuple[str, ...]],
-):
+def test_preflight_resets_a_row_of_each_environment(prepare_named: PrepareNamed):
     notes = prepare_named(NAMED, TURNS, TURNS, TOOLS)
     assert any("Tools in" in note and "has no score" in note for note in notes)
     assert not any("names it" in note for note in notes)
@@ -251,7 +245,7 @@ def test_preflight_resets_a_row_of_each_environment(
 
 
 def test_preflight_resets_an_episode_as_often_as_a_run_does(
-    prepare_named: Callable[..., tuple[str, ...]], tmp_path: Path
+    prepare_named: PrepareNamed, tmp_path: Path
 ):
     environment = "environment={path: FILE:Tools, max_tokens: 48, call_format: hermes}"
     row = {"fails_once": str(tmp_path / "failed")}

@@ -112,29 +112,6 @@ def test_adapters_travel_alone_and_merge_into_host_weights():
     assert shared.extra_bytes == 2 * base.num_params
 
 
-def test_pipeline_has_two_micro_batches_per_stage():
-    # 32 rollouts per update of one replica: 8 micro-batches in 4 stages take 11 / 8 of the time.
-    large = replace(WORK, micro_batch_tokens=1 << 20)
-    free = CostConstants(half_width=0.0)
-    device = replace(DEVICES["A100"], link_bytes_per_s=1e30, network_bytes_per_s=1e30)
-    model = CostModel(
-        make_grpo_problem("llama-7b", Cluster((NodeGroup(device, 8, 2),)), large), free
-    )
-
-    def token_s(text: str) -> float:
-        placement = place(text, "1-4-2", 8)
-        return model.predict_timings(placement).train["policy"].token_s
-
-    assert token_s("4-2-1") / token_s("1-8-1") == pytest.approx(11 / 8)
-    # One micro-batch of 4 rollouts cannot be divided into 8.
-    few = CostModel(
-        replace(model.problem, workload=replace(large, groups_per_step=32)), model.constants
-    )
-    placement = place("4-2-1", "1-4-2", 8)
-    expected = pytest.approx(7 / 4)
-    assert few.predict_timings(placement).train["policy"].token_s / token_s("1-8-1") == expected
-
-
 def test_indivisible_model_is_explained():
     problem = make_grpo_problem("qwen2.5-0.5b", A100)
     model = CostModel(problem)
@@ -145,19 +122,6 @@ def test_indivisible_model_is_explained():
     reason = few.explain_infeasible(colocate(problem, "1-1-16", "1-1-16"))
     assert reason == "generate as 1-1-16: 16 replicas for 8 rollouts"
     assert few.call_duration_s("train", make_assignment("1-1-16")) == float("inf")
-
-
-def test_served_weights_alias_trained_weights():
-    # An eighth of the model is on the rank already, half of the model is served; the rest is filled
-    # at each version.
-    filled_bytes = 13.48e9 * (1 / 2 - 1 / 8)
-    problem = make_ppo_problem("llama-7b", A100)
-    placement = colocate(problem, "1-8-2", "1-2-8")
-    model = CostModel(problem)
-    memory = model.predict_memory(placement)["generate"]
-    assert memory.resident_bytes == 0
-    filled = memory.active_bytes - model.compute_kv_cache_bytes(placement)
-    assert filled == pytest.approx(filled_bytes, rel=0.01)
 
 
 def test_kv_cache_gets_the_memory_left_over():
