@@ -146,7 +146,7 @@ def measure_way(
         port = server.getsockname()[1]
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(arguments.ranks, get_context("spawn")) as pool,
+        ProcessPoolExecutor(arguments.ranks, get_context("forkserver")) as pool,
     ):
         ranks = [
             pool.submit(run_rank, rank, arguments.ranks, port, (path, folder), f"{layout}/{way}")
@@ -164,6 +164,8 @@ def measure_way(
 
 
 def measure(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    # The ranks of all ways are forked from one process that has imported torch.
+    get_context("forkserver").set_forkserver_preload(["benchmarks.loading"])
     with tempfile.TemporaryDirectory() as folder:
         path = write_model(arguments.millions, Path(folder))
         size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))

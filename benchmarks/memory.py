@@ -288,7 +288,7 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument("--tokens", type=at_least(1), help="of the counted micro-batches")
     parser.add_argument("--ranks", type=at_least(2), default=4, help="that share the tokens")
     parser.add_argument("--measured-tokens", type=at_least(1), default=8192)
-    parser.set_quick(shapes=["qwen2.5-7b"], layers=1, tokens=4096, measured_tokens=1024)
+    parser.set_quick(shapes=["qwen2.5-7b"], layers=1, tokens=4096, measured_tokens=256)
     return parser
 
 
