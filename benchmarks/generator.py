@@ -84,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     os.environ.update(make_vllm_env("cuda" if has_local_gpu() else "cpu"))
+    # The engines are forked from one process that has imported vLLM.
+    get_context("forkserver").set_forkserver_preload(
+        ["benchmarks.generator", "vllm.v1.engine.llm_engine"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         config = GeneratorConfig(
             max_new_tokens=arguments.tokens, max_concurrent_rollouts=arguments.rollouts
@@ -131,7 +135,7 @@ def _run_in_turn(spec: EngineSpec, num_rounds: int) -> dict[str, list[Round]]:
 def _start_process(name: str, spec: EngineSpec) -> Iterator[ProcessPoolExecutor]:
     """Start an engine in a process of its own: vLLM allows one per process."""
     report_progress(f"starting {name}")
-    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    pool = ProcessPoolExecutor(1, get_context("forkserver"))
     try:
         _wait_for(name, pool.submit(_start_engine, name, spec))
         yield pool
