@@ -12,7 +12,9 @@ from tests.e2e.shared_runs import RECIPES, Ended, RunsInTurn
 def check_learning(rows: Sequence[Mapping[str, Any]]) -> None:
     """Assert that the reward rises, every step updates, and staleness is at most 1."""
     rewards = [row["reward/mean"] for row in rows]
-    assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.03, rewards
+    # A quarter of a run: single steps vary by more than the reward rises.
+    count = max(4, len(rows) // 4)
+    assert mean(rewards[-count:]) > mean(rewards[:count]) + 0.03, rewards
     # A critic may be trained alone at first.
     assert all((row["policy/grad_norm"] or 0) > 0 for row in rows[3:])
     assert max(row["staleness/max"] for row in rows) <= 1
