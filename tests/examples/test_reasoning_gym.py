@@ -63,8 +63,6 @@ def test_members_of_a_composite_are_options_in_json(tmp_path: Path):
         assert compute_score(row["data_source"], answer, answer, row["extra_info"]) == 1.0
 
 
-def test_the_former_kinds_name_the_example():
+def test_the_former_kind_of_reward_names_the_example():
     with pytest.raises(ConfigError, match=r"rewards\[0\]\.kind=reasoning_gym: .*examples/reas"):
         build_rewards([RewardConfig("reasoning_gym")])
-    with pytest.raises(ConfigError, match=r"data\.train\.kind=reasoning_gym: .*examples/reason"):
-        DataConfig(train={"kind": "reasoning_gym", "dataset": "chain_sum", "size": 3})

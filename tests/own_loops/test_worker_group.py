@@ -15,7 +15,6 @@ from streamrl.own_loops import (
     BatchRef,
     TransferProtocol,
     WorkerContext,
-    WorkerMesh,
     transfers,
 )
 from streamrl.own_loops.worker_group import (
@@ -27,6 +26,7 @@ from streamrl.own_loops.worker_group import (
     put,
 )
 from streamrl.resharding.grids import RankGrid
+from tests.own_loops.test_transfer_protocols import make_mesh
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -68,10 +68,6 @@ class Doubler:
     @transfers("ONE_TO_ALL")
     def sleep(self, seconds):
         time.sleep(seconds)
-
-
-def make_mesh(grid: str) -> WorkerMesh:
-    return WorkerMesh(RankGrid.from_text(grid).assign_ranks())
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from tests.environments.hosts.open_session import OpenSession
 @pytest.fixture
 async def open_session(tmp_path):
     """Open sessions, those of a source in one host; in the end close them: no process is left."""
-    before, hosts, sessions = descendants(), {}, []
+    before, sessions = descendants(), []
+    hosts: dict[tuple[str, str], EnvironmentHost] = {}
 
     def open_in_host(source="", **settings):
         key = source, str(settings)

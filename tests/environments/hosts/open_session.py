@@ -38,8 +38,3 @@ class OpenSession:
         async with asyncio.timeout(30):
             while (await self.send(HostOperation.DESCRIBE)).num_hanging:
                 await asyncio.sleep(0.001)
-
-
-def get_host_pid(session):
-    """Return the pid of the root of the process tree in which a hosted session is open."""
-    return session._host.process.pid

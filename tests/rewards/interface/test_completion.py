@@ -60,17 +60,11 @@ def test_a_reward_reads_the_policys_words_unless_it_asks_for_more():
     assert [episode.environment_score for episode in episodes] == [1.0, -1.0, 0.5]
 
 
-def test_a_conversation_is_the_episodes_messages_and_any_other_part_an_answer():
-    episode, *_ = decode_rollouts(CodePoints(), COLUMNS)
-    prompt = Prompt("0:0:0", PROMPT.token_ids, messages=({"role": "user", "content": "?"},))
-    whole = episode.get_messages(prompt, "conversation")
-    assert [m["role"] for m in whole] == ["user", "assistant", "tool", "assistant"]
-    assert [m["content"] for m in whole] == ["?", "9+1", "=10", "ten"]
-    for part, answer in (("last_turn", "ten"), ("sampled", "9+1\nten")):
-        (_, last) = episode.get_messages(prompt, part)
-        assert last == {"role": "assistant", "content": answer}
+def test_the_conversation_of_a_single_turn_is_the_prompt_and_its_answer():
+    question = {"role": "user", "content": "?"}
+    prompt = Prompt("0:0:0", PROMPT.token_ids, messages=(question,))
     single = Completion.from_text("10").get_messages(prompt, "conversation")
-    assert single[-1] == {"role": "assistant", "content": "10"}
+    assert [*single] == [question, {"role": "assistant", "content": "10"}]
 
 
 @given(st.lists(st.lists(st.fixed_dictionaries({"content": st.text()})), min_size=1))
