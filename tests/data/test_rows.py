@@ -225,18 +225,12 @@ def test_malformed_chat_messages_in_text_are_refused(write_rows):
 
 
 @pytest.mark.parametrize("extension", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("kind", ["fifo", "device", "sparse", "noise"])
-def test_an_endless_row_is_refused_quickly(tmp_path, extension, kind):
+def test_an_endless_row_is_refused_quickly(tmp_path, extension):
     path = tmp_path / f"rows{extension}"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "sparse":
-        with path.open("wb") as file:
-            file.truncate(200 << 20)
-    else:
-        path.write_bytes(os.urandom(5000))
+    os.mkfifo(path)
+    refusal(path)
+    path.unlink()
+    path.write_bytes(os.urandom(5000))
     refusal(path)
     with pytest.raises(ConfigError):
         table = open_table(str(path))

@@ -1,7 +1,6 @@
 """Conversion between a config, a planner problem and a placement."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import PreTrainedConfig, Qwen3MoeConfig
@@ -21,7 +20,7 @@ from streamrl.planner.costs.call_cost import CallCost
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.memory import build_training_sizes
-from streamrl.planner.problem.problem import CallMemory, RunOptions
+from streamrl.planner.problem.problem import RunOptions
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.to_placement import (
     apply_placement,
@@ -95,10 +94,15 @@ MEASURED_GIB = {
 """Of ZeRO 1 in bfloat16: docs/gpus.md."""
 
 
-def predict_training_memory(model: str, tokens: int, **trainer: Any) -> CallMemory:
-    """Return the memory of a trainer on a GPU with ZeRO 1, for micro-batches of `tokens`."""
-    settings = [f"trainer.{name}={str(value).lower()}" for name, value in trainer.items()]
-    config = recipe("grpo", f"pipeline.micro_batch_tokens={tokens}", *settings)
+@pytest.mark.parametrize("case", MEASURED_GIB, ids=str)
+def test_planned_memory_of_training_is_as_measured_on_a_gpu(case: tuple[str, int, bool, bool]):
+    model, tokens, checkpointing, offload = case
+    settings = {
+        "pipeline.micro_batch_tokens": tokens,
+        "trainer.gradient_checkpointing": checkpointing,
+        "trainer.offload_optimizer": offload,
+    }
+    config = recipe("grpo", *(f"{name}={value}".lower() for name, value in settings.items()))
     models = dict.fromkeys(config.dataflow.calls_by_role, model)
     models = {role: name for role, name in models.items() if role in SIZES}
     problem = build_planner_problem(
@@ -107,15 +111,7 @@ def predict_training_memory(model: str, tokens: int, **trainer: Any) -> CallMemo
         PlannerRequest(20, models, make_fixed_lengths(tokens)),
     )
     costs = CostModel(problem, build_run_constants(config, CostConstants()))
-    return costs.predict_memory(Placement({"train": make_assignment("1-1-1")}))["train"]
-
-
-@pytest.mark.parametrize("case", MEASURED_GIB, ids=str)
-def test_planned_memory_of_training_is_as_measured_on_a_gpu(case: tuple[str, int, bool, bool]):
-    model, tokens, checkpointing, offload = case
-    planned = predict_training_memory(
-        model, tokens, gradient_checkpointing=checkpointing, offload_optimizer=offload
-    )
+    planned = costs.predict_memory(Placement({"train": make_assignment("1-1-1")}))["train"]
     assert 0.97 < planned.peak_bytes / GIB / MEASURED_GIB[case] < 1.09
 
 

@@ -71,16 +71,10 @@ def test_a_line_torn_by_a_crash_is_removed_on_resume(tmp_path):
     assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["start"]
 
 
-def fill_disk(sink):
-    """Redirect a sink's files to /dev/full."""
-    full = Path("/dev/full")
-    sink._files = [full.open("a", buffering=1) for _ in sink._files]
-    return sink._files
-
-
 def test_a_full_disk_raises_an_error_with_the_file(tmp_path):
     sink = started(tmp_path)
-    files = fill_disk(sink)
+    full_disk = Path("/dev/full")
+    files = sink._files = [full_disk.open("a", buffering=1) for _ in sink._files]
     full = "cannot be written: No space left on device"
     with pytest.raises(DiskError, match=f"^{tmp_path}/metrics.jsonl {full}$"):
         sink.log_step(1, {"reward/mean": 0.5})

@@ -41,12 +41,6 @@ def colocate(problem: PlacementProblem, train: str, generate: str) -> Placement:
     return Placement({**calls, "generate": make_assignment(generate)})
 
 
-def place(train: str, generate: str, first: int) -> Placement:
-    """Train from device 0 on, and generate from `first` on."""
-    calls = {"train": make_assignment(train), "generate": make_assignment(generate, first)}
-    return Placement(calls)
-
-
 A100 = Cluster.from_text("2x8xA100@200Gb")
 
 
@@ -62,7 +56,8 @@ def test_decode_step_by_hand():
     )
     device = replace(DEVICES["A100"], memory_bytes_per_s=1e12, link_bytes_per_s=1e11)
     problem = make_grpo_problem("llama-7b", Cluster((NodeGroup(device, 4),)))
-    timing = CostModel(problem, plain).predict_timings(place("1-2-1", "1-2-1", 2))
+    calls = {"train": make_assignment("1-2-1"), "generate": make_assignment("1-2-1", 2)}
+    timing = CostModel(problem, plain).predict_timings(Placement(calls))
     norms = 65 * 4096 * 2
     weight_bytes = (MODEL_SHAPES["llama-7b"].num_params - 32000 * 4096) * 2
     generator = timing.generator

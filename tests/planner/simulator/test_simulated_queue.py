@@ -30,17 +30,13 @@ class Replica:
         return [group.admission_index for group in self.groups]
 
 
-def make_queue(*, hop_s: float = 0.0) -> SimulatedQueue:
-    return SimulatedQueue(FLOW, hop_s=hop_s)
-
-
 async def admit_groups(queue: SimulatedQueue, count: int) -> None:
     await queue.insert_prompts(SimulatedPrompts().draw_prompts(count), 0)
 
 
 @in_virtual_time
 async def test_waiting_replicas_share_ready_groups_in_admission_order():
-    queue, replicas = make_queue(), [Replica(4), Replica(4)]
+    queue, replicas = SimulatedQueue(FLOW, hop_s=0.0), [Replica(4), Replica(4)]
     for replica in replicas:
         queue.request_groups(GENERATE_CALL.stage, replica)
     await admit_groups(queue, 5)
