@@ -4,7 +4,7 @@ import random
 
 from examples.arithmetic import training
 from examples.arithmetic.problems import make_rows
-from examples.toy_models.rows import Row, get_question
+from examples.toy_models.rows import get_question
 
 
 def value(question: str) -> int:
@@ -13,12 +13,8 @@ def value(question: str) -> int:
     return int(eval(question, {"__builtins__": {}}))
 
 
-def rows() -> dict[str, list[Row]]:
-    return make_rows(seed=0)
-
-
 def test_every_ground_truth_is_right_and_in_verls_format():
-    for name, part in rows().items():
+    for name, part in make_rows(seed=0).items():
         for row in part:
             (message,) = row["prompt"]
             assert message["role"] == "user"
@@ -30,7 +26,7 @@ def test_every_ground_truth_is_right_and_in_verls_format():
 
 def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip():
     rng = random.Random(0)
-    for row in rows()["eval"]:
+    for row in make_rows(seed=0)["eval"]:
         right = training.write_solution(row, rng, 0.0)
         assert training.parse_answer(right) == value(get_question(row))
         assert training.parse_answer(training.write_solution(row, rng, 1.0)) is not None
