@@ -2,9 +2,9 @@
 
 import pytest
 
-from streamrl.planner.costs.call_durations import pack_mini_batch, score_duration_s, train_duration
-from streamrl.planner.problem.stage_timings import ScoreTiming, TrainTiming
-from streamrl.planner.problem.workload import EmpiricalLengths, Workload, make_fixed_lengths
+from streamrl.planner.costs.call_durations import pack_mini_batch, score_duration_s
+from streamrl.planner.problem.stage_timings import ScoreTiming
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 
 
 def test_scoring_time_counts_batches_of_groups():
@@ -22,15 +22,3 @@ def test_round_waits_for_the_fullest_rank():
     workload = Workload(3, 1, 1, make_fixed_lengths(9), micro_batch_tokens=20)
     assert pack_mini_batch(workload, 1) == (2, 20 + 10)
     assert pack_mini_batch(workload, 2) == (1, 20)
-
-
-def test_varied_lengths_need_more_micro_batches():
-    timing = TrainTiming(dp_size=1, micro_batch_s=1.0, token_s=0.0, update_s=0.0)
-    equal = Workload(64, 1, 5, make_fixed_lengths(20), micro_batch_tokens=100)
-    mixed = EmpiricalLengths.from_samples([5] * 30 + [65] * 10)
-    varied = Workload(64, 1, 5, mixed, micro_batch_tokens=100)
-    assert equal.num_tokens == varied.num_tokens
-    # Rollouts of 25 tokens go four to a micro-batch; of the others those of 70 are alone, and those
-    # of 10 go ten to a micro-batch.
-    assert train_duration(timing, equal).passes_s == pytest.approx(16)
-    assert train_duration(timing, varied).passes_s > 20
