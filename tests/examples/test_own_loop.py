@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.testing import assert_close
 
 from examples.own_loop import loop_setup
@@ -188,10 +187,6 @@ SPLIT = {
 }
 
 
-def saved(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLIT)
 def test_workers_that_hold_a_model_together_learn_the_same(
@@ -213,7 +208,7 @@ def test_workers_that_hold_a_model_together_learn_the_same(
     for one, other in zip(steps, alone[0][:2], strict=True):
         assert_alike(one, other)
         assert one["weights/bytes"] > 0
-    found, wanted = saved(tmp_path), saved(alone[1])
+    found, wanted = (load_file(at / "model.safetensors") for at in (tmp_path, alone[1]))
     assert found.keys() == wanted.keys()
     for name in wanted:
         # An update moves a parameter by up to the learning rate, 1e-4, however small its gradient.
