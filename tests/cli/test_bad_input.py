@@ -172,13 +172,10 @@ SAFE_RLHF = ["algorithm.name=safe_rlhf", "costs=[{kind: exact}]"]
     [
         ([], "pipeline.groups_per_step=8", "a resumed run must keep 4"),
         ([], "pipeline.max_staleness=0", "the bound may only grow"),
-        ([], "trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run must keep 0"),
-        ([], "algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run must keep 1"),
         ([], "queue.journal.enabled=false", "a resumed run must keep true"),
         ([], "environment.path=a.py", "must keep environment={}, as groups in its queue"),
         ([], "run.seed=5", "cannot resume the data stream"),
         (PPO, "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run must keep 0"),
-        (PPO, "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run must keep 0"),
         (PPO, "algorithm.kl_coef=0.5", "kl_coef=0.5: kl_coef adapts during training"),
         (SAFE_RLHF, "algorithm.params.lagrange=2", "lagrange adapts during training"),
     ],
