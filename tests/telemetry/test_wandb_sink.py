@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 import textwrap
@@ -162,11 +163,11 @@ def test_a_run_survives_the_death_of_the_wandb_service(tmp_path, caplog):
     sink.close({})
 
 
-@pytest.mark.parametrize("content", [b"../../x\n", b"\xff"])
-def test_an_invalid_run_id_is_an_error(tmp_path: Path, content: bytes):
+@pytest.mark.parametrize("content", [b"../../x\n", b"\xff", None], ids=repr)
+def test_an_invalid_run_id_is_an_error(tmp_path: Path, content: bytes | None):
     path = tmp_path / "wandb" / "run_id.txt"
     path.parent.mkdir()
-    path.write_bytes(content)
+    path.write_bytes(content) if content else os.mkfifo(path)
     with pytest.raises(ConfigError, match=r"run_id\.txt: "):
         load_run_id(tmp_path)
 
