@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -573,9 +574,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(tree)
+        passes_without = cache(passes)
         for mutant in MUTANTS:
             if arguments.only in f"{mutant.file} {mutant.test}":
-                if not passes(tree, mutant.test):
+                if not passes_without(tree, mutant.test):
                     verdict = "FAILS WITHOUT"
                 else:
                     verdict = "SURVIVES" if survives(tree, mutant) else "caught"
