@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+from collections.abc import Coroutine
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -142,8 +143,9 @@ async def test_ranks_that_hang_end_with_a_killed_engine(tmp_path: Path):
             rank.kill()
 
 
-async def test_a_rank_that_dies_during_a_load_is_reported_and_ends_the_other_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("activity", ["rollouts", "weights"])
+async def test_a_dead_rank_is_reported_and_ends_the_other_ranks(
+    tmp_path: Path, activity: str, monkeypatch: pytest.MonkeyPatch
 ):
     from streamrl.engines.vllm import engine as vllm_engine  # loads vLLM
 
@@ -158,8 +160,13 @@ async def test_a_rank_that_dies_during_a_load_is_reported_and_ends_the_other_ran
     model = tiny_model(tied=True, seed=1)
     async with start_engine(save(model, tmp_path, ends=False), CONFIG) as engine:
         await engine.load_weights(weights_of(model), 0)
-        running = asyncio.create_task(engine.load_weights(weights_of(model), 1))
-        await asyncio.sleep(0)
+        work: Coroutine[Any, Any, object]
+        if activity == "rollouts":
+            work = engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
+        else:
+            work = engine.load_weights(weights_of(model), 1)
+        running = asyncio.create_task(work)
+        await asyncio.sleep(0.5 if activity == "rollouts" else 0.0)
         list_ranks()[1].kill()
         with pytest.raises(StreamError, match="a process of the split engine has died"):
             async with asyncio.timeout(60):
