@@ -49,6 +49,26 @@ def test_splits_that_the_trainer_of_the_run_refuses_are_infeasible():
     assert costs.call_duration_s("train", train) == float("inf")
 
 
+def test_colocated_experts_are_whole_on_each_device_while_a_version_loads():
+    shape = MODEL_SHAPES["qwen3-30b-a3b"]
+    costs = CostModel(make_problem(models={"policy": shape}, cluster=Cluster.from_text("2x8xA100")))
+    train, sharded = make_assignment("1-1-8"), make_assignment("1-1-8", zero_stage=3)
+    active = [
+        costs.predict_memory(Placement({"train": trainer, "generate": generator}))[
+            "train"
+        ].active_bytes
+        for trainer, generator in (
+            (sharded, train),
+            (replace(train, zero_stage=1), train),
+            (sharded, make_assignment("1-1-8", 8)),
+        )
+    ]
+    whole = 2 * shape.num_params
+    assert active[0] == whole
+    # Stage 1 has the whole model in any case, and other devices load their own.
+    assert max(active[1:]) < whole
+
+
 def test_kv_cache_of_the_run_is_used_as_set():
     kv_bytes = 4 << 30
     costs = CostModel(make_problem(kv_cache_bytes=kv_bytes))
