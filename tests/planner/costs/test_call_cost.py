@@ -9,6 +9,8 @@ from streamrl.planner.costs.call_cost import (
     count_stage_params,
     find_max_stage_params,
 )
+from streamrl.planner.costs.call_timings import count_kv_token_bytes
+from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
@@ -28,6 +30,12 @@ def test_critic_skips_the_vocabulary_head():
     shape = MODEL_SHAPES["llama-7b"]
     less = count_forward_flops(shape, 1, 0) - count_forward_flops(shape.to_critic(), 1, 0)
     assert less == 2 * 4096 * (32000 - 1)
+
+
+def test_pipeline_and_tensor_ranks_split_the_keys_and_values():
+    shape, constants = MODEL_SHAPES["llama-70b"], CostConstants()
+    assert count_kv_token_bytes(shape, 1, 1, constants) == 327680
+    assert count_kv_token_bytes(shape, 8, 2, constants) == 327680 / 16
 
 
 def test_pipeline_and_tensor_ranks_split_the_parameters():

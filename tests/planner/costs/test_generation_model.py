@@ -18,6 +18,16 @@ UNBOUNDED = sampler(0.01)
 """A decode step takes 10 ms, whatever runs."""
 
 
+def test_waiting_rollouts_start_as_others_end():
+    lengths = LognormalLengths(200, 0.5, 1000)
+    generation = GenerationModel(Workload(64, 1, 100, lengths))
+    (unlimited,) = generation.find_completions_s(UNBOUNDED, ALL)
+    (limited,) = generation.find_completions_s(replace(UNBOUNDED, kv_tokens=10 * 250.0), ALL)
+    # All tokens, with 10 running rollouts on average.
+    least = 0.8 * 64 / 10 * lengths.mean * 0.01
+    assert unlimited < least < limited < least / 0.8 + unlimited
+
+
 @pytest.mark.parametrize(
     ("replicas", "step_s"),
     # The busiest replica has all 5 groups of 8, 3 groups, or one.
