@@ -6,6 +6,7 @@ logprobs by whole nats.
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from streamrl.engines.models.forward import (
 )
 from streamrl.engines.models.lora import find_lora_layers
 from streamrl.engines.training.model_trainer import write_hf_model
+from streamrl.errors import LogprobCheckError
 from streamrl.files.hf_config import read_stored_shapes
-from streamrl.weights.config import EXACT_LOGPROB_LIMIT
+from streamrl.weights.config import EXACT_LOGPROB_LIMIT, ROUNDED_LOGPROB_LIMIT
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from streamrl.weights.versions import LogprobCheck, make_check_sequences
 from tests.engines.flight import start_engine
@@ -181,14 +183,18 @@ def make_model(architecture: str, folder: Path, *, seed: int) -> PreTrainedModel
     return load_model(str(folder), dtype=torch.float32, options=options).eval()
 
 
-async def check_logprobs(engine: GenerationEngine, model: PreTrainedModel, context: str) -> None:
-    """Raise LogprobCheckError unless engine and model compute equal logprobs."""
+@torch.no_grad()
+def make_logprob_check(model: PreTrainedModel, limit: float) -> LogprobCheck:
     sequences = make_check_sequences(vocab_size=VOCABULARY, max_length=MAX_LENGTH)
     rows = [torch.from_numpy(sequence)[None].long() for sequence in sequences]
-    with torch.no_grad():
-        scores = [compute_token_logprobs(model, row, row >= 0, temperature=1.0) for row in rows]
-    check = LogprobCheck(sequences, [s.logprobs[0].numpy() for s in scores], EXACT_LOGPROB_LIMIT)
-    check.compare_logprobs(await engine.compute_logprobs(sequences), context)
+    scores = [compute_token_logprobs(model, row, row >= 0, temperature=1.0) for row in rows]
+    return LogprobCheck(sequences, [score.logprobs[0].numpy() for score in scores], limit)
+
+
+async def check_logprobs(engine: GenerationEngine, model: PreTrainedModel, context: str) -> None:
+    """Raise LogprobCheckError unless engine and model compute equal logprobs."""
+    check = make_logprob_check(model, EXACT_LOGPROB_LIMIT)
+    check.compare_logprobs(await engine.compute_logprobs(check.sequences), context)
 
 
 def add_adapters(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
@@ -236,6 +242,43 @@ async def test_the_generator_equals_the_trainers_model_initially_and_after_updat
         # Adapters change the weights of the directory, not those of the version before.
         await engine.load_weights(add_adapters(base, str(tmp_path)), 2)
         await check_logprobs(engine, base, f"{architecture}, with adapters,")
+
+
+def roll(parameter: torch.Tensor) -> None:
+    parameter.copy_(parameter.roll(1, 0))
+
+
+FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "rope scaling": ("llama", lambda model: model.model.rotary_emb.inv_freq.mul_(0.5)),
+    "no soft-capping": (
+        "gemma2",
+        lambda model: vars(model.config).update(final_logit_softcapping=None),
+    ),
+    "stale layer": ("qwen2", lambda model: roll(model.model.layers[1].self_attn.q_proj.weight)),
+    "swapped experts": (
+        "qwen3_moe",
+        lambda model: roll(model.model.layers[1].mlp.experts.down_proj),
+    ),
+    "epsilon of a norm": (
+        "qwen3",
+        lambda model: vars(model.model.norm).update(variance_epsilon=10.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@torch.no_grad()
+def test_the_check_tells_faults_from_rounding_to_bfloat16(fault: str, tmp_path: Path):
+    family, break_model = FAULTS[fault]
+    check = make_logprob_check(make_model(family, tmp_path, seed=1), ROUNDED_LOGPROB_LIMIT)
+    options = ModelLoadOptions(max_length=MAX_LENGTH)
+    rounded = load_model(str(tmp_path), dtype=torch.bfloat16, options=options)
+    theirs = make_logprob_check(rounded, ROUNDED_LOGPROB_LIMIT).logprobs
+    check.compare_logprobs(theirs, "generator")
+    break_model(rounded)
+    theirs = make_logprob_check(rounded, ROUNDED_LOGPROB_LIMIT).logprobs
+    with pytest.raises(LogprobCheckError, match="do not compute the same model"):
+        check.compare_logprobs(theirs, "generator")
 
 
 def test_docs_list_exactly_the_tested_architectures():

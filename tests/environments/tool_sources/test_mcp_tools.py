@@ -245,7 +245,6 @@ async def test_a_server_that_does_not_start_or_answer_is_named():
         (["sh", "-c", "exit 7"], "exit code 7"),
         (["sh", "-c", "kill -KILL $$"], ".*Killed.*, exit code 137"),
         (["sh", "-c", "printf sorry >&2; exit 2"], "sorry, exit code 2"),
-        (["sh", "-c", "printf 'exit code 5' >&2; exit 2"], "exit code 5, exit code 2"),
         ([*RAW_SERVER, "deny"], "ready, no method initialize"),
     ):
         with pytest.raises(EpisodeError, match=f"MCP server .*: does not start: {reason}$"):
@@ -262,6 +261,15 @@ async def test_a_server_that_does_not_start_or_answer_is_named():
         with pytest.raises(EpisodeOutageError, match=f"{url}: not ready in time"):
             await McpTools(ToolConfig("mcp", url=url)).open(asyncio.get_running_loop().time() + 0.2)
     assert not descendants() - before
+
+
+async def test_a_server_that_is_not_ready_in_time_is_killed_and_not_asked_to_end(tmp_path: Path):
+    asked = tmp_path / "asked"
+    script = f"trap 'touch {asked}' TERM; echo exit code 5 >&2; while :; do sleep 0.1; done"
+    before = descendants()
+    with pytest.raises(EpisodeError, match="not ready in time"):
+        await make_source(["sh", "-c", script]).open(asyncio.get_running_loop().time() + 0.5)
+    assert not asked.exists() and not descendants() - before
 
 
 async def test_what_a_machine_lacks_is_a_config_error(monkeypatch):
