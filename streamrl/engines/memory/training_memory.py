@@ -9,7 +9,12 @@ Does not import torch, which the planner does without.
 from dataclasses import dataclass, replace
 
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.memory.worker_memory import MIB, WorkerMemory
+from streamrl.engines.memory.worker_memory import (
+    CUDA_CONTEXT_BYTES,
+    MIB,
+    NCCL_GROUP_BYTES,
+    WorkerMemory,
+)
 from streamrl.engines.trainer_config import (
     BUCKET_ELEMENTS,
     HEAD_CHUNK_TOKENS,
@@ -134,7 +139,22 @@ def estimate_rank_memory(
         activations=activations + gathered * itemsize + transient.backward,
         update_buffers=max(transient.update, gathered_experts),
         kv_cache=kv_cache,
+        libraries=estimate_library_bytes(trainer) * on_gpu,
     )
+
+
+def estimate_library_bytes(trainer: TrainerConfig) -> int:
+    """Estimate the GPU memory of a trainer rank that holds no tensor: CUDA's context and NCCL.
+
+    A rank is in a group of all ranks, and in one of each kind that has several.
+    """
+    sizes = (
+        trainer.world_size,
+        trainer.fsdp_size,
+        trainer.tensor_parallel,
+        trainer.sequence_parallel,
+    )
+    return CUDA_CONTEXT_BYTES + NCCL_GROUP_BYTES * sum(size > 1 for size in sizes)
 
 
 def has_shared_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:

@@ -8,11 +8,19 @@ from dataclasses import dataclass, replace
 from streamrl.errors import ConfigError
 
 MIB = 1 << 20
+CUDA_CONTEXT_BYTES = 512 * MIB
+"""GPU memory of a process besides its tensors: CUDA's context, loaded kernels and cuBLAS's
+workspace. Users of torch report 300 to 550 MiB; not measured here."""
+NCCL_GROUP_BYTES = 512 * MIB
+"""GPU memory of an NCCL communicator: per channel and peer 4 MiB and the buffers of small
+messages. Grows with the links of a node, not with nodes; not measured here."""
 
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes that the engines of a colocated worker hold; libraries are not counted.
+    """Bytes that a trainer rank holds, with the generator of its process in a colocated worker.
+
+    Host memory of libraries is not counted.
 
     weights: the trainer's weights.
     serving_weights: the generator's copy, if it cannot alias the trainer's weights.
@@ -22,6 +30,7 @@ class WorkerMemory:
     update_buffers: temporary buffers of an optimizer step and of the version that follows it, when
       activations are free.
     kv_cache: keys and values.
+    libraries: on a GPU, CUDA's context and the buffers of NCCL.
     """
 
     weights: int
@@ -31,6 +40,7 @@ class WorkerMemory:
     activations: int
     update_buffers: int
     kv_cache: int
+    libraries: int = 0
     releases_kv: bool = False
     offloads_optimizer: bool = False
 
@@ -55,6 +65,7 @@ class WorkerMemory:
                 max(self.activations, self.update_buffers) if is_training else 0
             ),
             "KV cache": 0 if is_training and self.releases_kv else self.kv_cache,
+            "CUDA and NCCL": self.libraries,
         }
 
     def fit_budget(self, budget_mb: int | None) -> "WorkerMemory":
