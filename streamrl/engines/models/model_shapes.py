@@ -198,20 +198,33 @@ def _make_shape(
     experts: int = 0,
     experts_per_token: int = 0,
 ) -> ModelShape:
-    """Make a Llama or Qwen; sizes: layers, hidden, MLP, heads, key-value heads, vocabulary."""
+    """Make a model of a known family; sizes: layers, hidden, MLP, heads, KV heads, vocabulary."""
     layers, hidden, intermediate, heads, kv_heads, vocab = sizes
-    family = "llama" if name.startswith("llama") else name[: len("qwen2")]
+    prefix = next(prefix for prefix in FAMILIES if name.startswith(prefix))
+    is_qwen_mixture = prefix.startswith("qwen") and experts
     return ModelShape(
         name,
         *(layers, hidden, intermediate, heads, kv_heads, vocab, head_dim or hidden // heads),
-        has_tied_embeddings=is_tied,
-        has_qkv_bias=family == "qwen2",
+        has_tied_embeddings=is_tied or prefix.startswith("gemma"),
+        has_qkv_bias=prefix in ("qwen2", "gpt-oss"),
         experts=experts,
         experts_per_token=experts_per_token,
-        family=family + "_moe" * bool(experts),
+        family=FAMILIES[prefix] + "_moe" * bool(is_qwen_mixture),
     )
 
 
+FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
+}
+"""model_type by the beginning of a name in `MODEL_SHAPES`."""
+
+
+_GPT_OSS: dict[str, Any] = {"head_dim": 64, "experts_per_token": 4}
 _QWEN3_MOE: dict[str, Any] = {"head_dim": 128, "experts": 128, "experts_per_token": 8}
 MODEL_SHAPES = {
     shape.name: shape
@@ -225,6 +238,10 @@ MODEL_SHAPES = {
         _make_shape("llama-70b", 80, 8192, 28672, 64, 8, 32000),
         _make_shape("llama3-8b", 32, 4096, 14336, 32, 8, 128256),
         _make_shape("llama3-70b", 80, 8192, 28672, 64, 8, 128256),
+        _make_shape("llama3.1-8b", 32, 4096, 14336, 32, 8, 128256),
+        _make_shape("llama3.1-70b", 80, 8192, 28672, 64, 8, 128256),
+        _make_shape("llama3.2-1b", 16, 2048, 8192, 32, 8, 128256, is_tied=True),
+        _make_shape("llama3.2-3b", 28, 3072, 8192, 24, 8, 128256, is_tied=True),
         _make_shape("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936, is_tied=True),
         _make_shape("qwen2.5-1.5b", 28, 1536, 8960, 12, 2, 151936, is_tied=True),
         _make_shape("qwen2.5-3b", 36, 2048, 11008, 16, 2, 151936, is_tied=True),
@@ -232,11 +249,22 @@ MODEL_SHAPES = {
         _make_shape("qwen2.5-14b", 48, 5120, 13824, 40, 8, 152064),
         _make_shape("qwen2.5-32b", 64, 5120, 27648, 40, 8, 152064),
         _make_shape("qwen2.5-72b", 80, 8192, 29568, 64, 8, 152064),
+        _make_shape("qwen3-0.6b", 28, 1024, 3072, 16, 8, 151936, head_dim=128, is_tied=True),
+        _make_shape("qwen3-1.7b", 28, 2048, 6144, 16, 8, 151936, head_dim=128, is_tied=True),
         _make_shape("qwen3-4b", 36, 2560, 9728, 32, 8, 151936, head_dim=128, is_tied=True),
         _make_shape("qwen3-8b", 36, 4096, 12288, 32, 8, 151936, head_dim=128),
+        _make_shape("qwen3-14b", 40, 5120, 17408, 40, 8, 151936, head_dim=128),
         _make_shape("qwen3-32b", 64, 5120, 25600, 64, 8, 151936, head_dim=128),
         _make_shape("qwen3-30b-a3b", 48, 2048, 768, 32, 4, 151936, **_QWEN3_MOE),
         _make_shape("qwen3-235b-a22b", 94, 4096, 1536, 64, 4, 151936, **_QWEN3_MOE),
+        _make_shape("gemma2-9b", 42, 3584, 14336, 16, 8, 256000, head_dim=256),
+        _make_shape("gemma2-27b", 46, 4608, 36864, 32, 16, 256000, head_dim=128),
+        _make_shape("gemma3-1b", 26, 1152, 6912, 4, 1, 262144, head_dim=256),
+        _make_shape("gemma3-4b", 34, 2560, 10240, 8, 4, 262208, head_dim=256),
+        _make_shape("gemma3-12b", 48, 3840, 15360, 16, 8, 262208, head_dim=256),
+        _make_shape("gemma3-27b", 62, 5376, 21504, 32, 16, 262208, head_dim=128),
+        _make_shape("gpt-oss-20b", 24, 2880, 2880, 64, 8, 201088, experts=32, **_GPT_OSS),
+        _make_shape("gpt-oss-120b", 36, 2880, 2880, 64, 8, 201088, experts=128, **_GPT_OSS),
         ModelShape(
             "deepseek-v3",
             *(61, 7168, 2048, 128, 128, 129280, 128),
