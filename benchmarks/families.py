@@ -35,7 +35,8 @@ from streamrl.weights.versions import (
     make_check_sequences,
 )
 from tests.engines.flight import start_engine
-from tests.engines.test_architectures import QUICK, SLOW, VOCABULARY, make_model
+from tests.engines.test_architectures import make_model
+from tests.engines.tiny_families import QUICK, SLOW, VOCABULARY
 from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
 
 OPTIONS = ModelLoadOptions(max_length=MAX_LENGTH)

@@ -32,8 +32,7 @@ from streamrl.engines.models.packed_rows import enable_packing, join_sequence_gr
 from streamrl.engines.models.tensor_parallel import parallelize_layers
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.training_backend import TrainingBackend, make_backend
-from tests.engines.models.test_chunked_head import WidestTensor, make_model
-from tests.engines.models.test_packed_rows import make_rows
+from tests.engines.tiny_families import WidestTensor, make_model, make_rows
 
 WORLD = 4
 LR = 1e-4

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.engines.vllm.environment import make_vllm_env
-from tests.engines.test_architectures import COMMON
+from tests.engines.tiny_families import COMMON
 
 PROBE = "from streamrl.actors.launch.serving_probe import main; main()"
 HIDE_CLASS = (

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from benchmarks.memory import LiveBytes, offload_uncounted
 from streamrl.engines.models import activation_checkpointing
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
-from tests.engines.models.test_chunked_head import Results, make_ids, make_model, score_in_chunks
+from tests.engines.models.test_chunked_head import Results, make_ids, score_in_chunks
+from tests.engines.tiny_families import make_model
 
 ROWS, WIDTH, CHUNK = 3, 9, 4
 NUM_CHUNKS = 7

@@ -1,52 +1,24 @@
 """Scores through the output head in chunks, against the model's own logits."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.models import chunked_head
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.chunked_head import EntropyMode, compute_chunk_gradients
 from streamrl.engines.models.forward import compute_token_logprobs
-from tests.engines.test_architectures import COMMON, QUICK, SLOW, VOCABULARY
+from tests.engines.tiny_families import FAMILIES, VOCABULARY, WidestTensor, make_model
 
 TEMPERATURE = 0.7
-FAMILIES: dict[str, dict[str, Any]] = {
-    **QUICK,
-    **SLOW,
-    # Multiplied logits; biased heads; other names of base and head.
-    "cohere": {"logit_scale": 0.25},
-    "gptj": {"n_embd": 128, "n_layer": 2, "n_head": 4, "rotary_dim": 16, "n_positions": 512},
-    "phi": {},
-    # Outputs, a decoder and attributes of the base that the code behind the head reads.
-    "gemma4_text": {"head_dim": 32, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
-    # The output head is no child beside a base, so all logits are scored.
-    "llama4_text": {"num_local_experts": 2, "head_dim": 32, "intermediate_size_mlp": 96},
-}
 Results = tuple[Tensor, Tensor, dict[str, Tensor]]
-
-
-def make_model(family: str, **changes: Any) -> PreTrainedModel:
-    """Build a random model whose parameters all change its logits."""
-    torch.manual_seed(0)
-    options = {**COMMON, **FAMILIES[family], **changes}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.2 if parameter.dim() == 1 else 1.2 / math.sqrt(parameter.shape[-1])
-            parameter.add_(torch.randn_like(parameter) * scale)
-    return model.eval()
 
 
 def make_ids(rows: int, width: int) -> Tensor:
@@ -145,20 +117,6 @@ def test_the_model_is_left_as_it_was():
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert not any(module._forward_hooks for module in model.modules())
     assert torch.equal(model(ids).logits, before)
-
-
-class WidestTensor(TorchDispatchMode):
-    """Records the most elements of any tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        self.elements = max(self.elements, *sizes, 0)
-        return output
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -15,7 +15,7 @@ from streamrl.engines.models import forward
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs, load_model
 from streamrl.errors import ConfigError
-from tests.engines.test_architectures import COMMON
+from tests.engines.tiny_families import COMMON
 from tests.engines.tiny_qwen import save, tiny_model
 
 NOISY = {

@@ -18,8 +18,8 @@ from streamrl.engines.models.packed_rows import (
     explain_padding,
 )
 from streamrl.errors import StreamError
-from tests.engines.models.test_chunked_head import FAMILIES, collect_gradients, make_model, weigh
-from tests.engines.test_architectures import COMMON, SLOW, VOCABULARY
+from tests.engines.models.test_chunked_head import collect_gradients, weigh
+from tests.engines.tiny_families import COMMON, FAMILIES, SLOW, make_model, make_rows
 
 TEMPERATURE = 0.7
 LENGTHS = (3, 24, 1, 9)
@@ -33,14 +33,6 @@ PADDED = {
     "llama4_text": "of type chunked_attention mix tokens",
 }
 """Families of FAMILIES whose rows are padded, and the reason."""
-
-
-def make_rows(lengths: tuple[int, ...], *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Make token ids and attention mask [B, T] of random rows; the padding is random, too."""
-    ids = torch.randint(
-        3, VOCABULARY, (len(lengths), max(lengths)), generator=torch.manual_seed(seed)
-    )
-    return ids, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 
 def score(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> TokenScores:

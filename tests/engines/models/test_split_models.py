@@ -22,7 +22,7 @@ from tests.engines.split_model_ranks import (
     run_alone,
     run_rank,
 )
-from tests.engines.test_architectures import VOCABULARY
+from tests.engines.tiny_families import VOCABULARY
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -17,8 +17,7 @@ from streamrl.engines.models.supported_models import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from tests.engines.models.test_chunked_head import FAMILIES
-from tests.engines.test_architectures import COMMON
+from tests.engines.tiny_families import COMMON, FAMILIES
 
 FILE = "model.safetensors"
 SECOND = re.compile(r"\.(layers|h)\.1\.")

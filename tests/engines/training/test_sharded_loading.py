@@ -15,8 +15,8 @@ from streamrl.files.hf_config import WEIGHTS_FILE, WEIGHTS_INDEX, list_weight_fi
 from tests import forked
 from tests.engines.fake_ranks import measure_rank
 from tests.engines.loading_ranks import LAYOUTS, LOADERS, WORLD, load_rank
-from tests.engines.test_architectures import QUICK, SLOW
 from tests.engines.test_architectures import make_model as make_architecture
+from tests.engines.tiny_families import QUICK, SLOW
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.engines.trainer_ranks import find_free_ports
 
