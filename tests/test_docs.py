@@ -1,7 +1,6 @@
 """Docs match the code: tables, examples, links, the folder map."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -71,21 +70,34 @@ def test_examples_of_custom_rewards_build(tmp_path: Path, monkeypatch: pytest.Mo
         build_rewards(config.rewards, RewardContext(config.scorer))
 
 
-def test_the_files_that_start_ray_on_a_cluster_are_well_formed():
-    (script,) = re.findall(r"^```sh\n(.*?)^```", read_page("slurm"), flags=re.DOTALL | re.MULTILINE)
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+def test_the_kubernetes_manifest_agrees_with_itself_and_with_the_slurm_script():
+    script = (ROOT / "scripts" / "train.sbatch").read_text()
     (text,) = re.findall(
         r"^```yaml\n(.*?)^```", read_page("kubernetes"), flags=re.DOTALL | re.MULTILINE
     )
     cluster = yaml.safe_load(text)["spec"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        pod = group["template"]["spec"]
-        (container,) = pod["containers"]
+    (workers,) = cluster["workerGroupSpecs"]
+    for group in (cluster["headGroupSpec"], workers):
+        (container,) = group["template"]["spec"]["containers"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
-        names = {variable["name"] for variable in container["env"]}
-        # As in the script for SLURM.
-        assert names == set(re.findall(r"\bRAY_[A-Z_]+(?==)", script))
+        volumes = {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
+        assert mounted == volumes.keys()
+        names = {v["name"] for v in container["env"] if v["name"].startswith("RAY_")}
+        assert names == set(re.findall(r"\b(RAY_(?:ACCEL|AUTH)[A-Z_]+)=", script))
+        limits = container["resources"]["limits"]
+        shm = parse_gib(volumes["shm"]["emptyDir"]["sizeLimit"])
+        assert shm < parse_gib(limits["memory"])
+        if store := group["rayStartParams"].get("object-store-memory"):
+            assert int(store) < shm << 30
+    assert any(name.startswith("rdma/") for name in limits)
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"} <= {v["name"] for v in container["env"]}
+
+
+def parse_gib(quantity: str) -> int:
+    """Return the GiB of a Kubernetes quantity such as 300Gi."""
+    assert quantity.endswith("Gi")
+    return int(quantity[:-2])
 
 
 def read_page(name: str) -> str:
