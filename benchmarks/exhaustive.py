@@ -1,6 +1,7 @@
 """Exhaustive search for small clusters; a reference to measure other searches by.
 
-The search assigns every mesh and parallelism role by role (branch and bound). It prunes a branch
+The search assigns every even mesh and parallelism role by role (branch and bound), and prunes a
+branch
 
 - if the roles assigned so far already exceed the memory of a device;
 - if the busiest device, or all devices together, have too much work to beat the best placement;

@@ -1,7 +1,7 @@
 """Meshes that a call may run on: consecutive devices, either a part of a node or whole nodes.
 
-The rules are those of ReaL's device meshes (arXiv:2406.14088). A mesh smaller than a node divides
-the node and starts at a multiple of its own size; a larger mesh consists of whole nodes.
+Parts may be uneven, as 5 and 3 of 8 devices. ReaL's device meshes (arXiv:2406.14088), whose parts
+divide the node and start at a multiple of their size, are the even ones.
 """
 
 import itertools
@@ -41,11 +41,10 @@ class Mesh:
         if self.first in edges and end in edges:
             return
         at = bisect_right(edges, self.first) - 1
-        per_node, offset = edges[at + 1] - edges[at], self.first - edges[at]
-        if per_node % self.size or offset % self.size:
+        if end > edges[at + 1]:
+            per_node = edges[at + 1] - edges[at]
             raise ConfigError(
                 f"{location}: devices {self}: must be whole nodes, or part of a node of {per_node}"
-                " that divides the node and starts at a multiple of its own size"
             )
 
     def count_nodes(self, cluster: Cluster) -> int:
@@ -90,8 +89,15 @@ def find_max_load(loads: Collection[tuple[Mesh, float]]) -> float:
     )
 
 
-def iter_meshes(cluster: Cluster) -> Iterator[Mesh]:
-    """Yield every mesh of devices of one type that a cluster allows, small ones first."""
+MAX_UNEVEN_DEVICES = 16
+"""Largest node of which every part is tried; of larger ones, parts at some edges only."""
+
+
+def iter_meshes(cluster: Cluster, *, has_uneven: bool = False) -> Iterator[Mesh]:
+    """Yield the even meshes of devices of one type that a cluster allows, small ones first.
+
+    has_uneven: yield all parts of a single node, uneven ones last.
+    """
     for group, start in zip(cluster.node_groups, cluster.group_starts, strict=True):
         for size in range(1, group.devices_per_node):
             if group.devices_per_node % size == 0:
@@ -101,6 +107,21 @@ def iter_meshes(cluster: Cluster) -> Iterator[Mesh]:
     for mesh in sorted(runs, key=lambda mesh: (mesh.size, mesh.first)):
         if len({group.device.name for group in mesh.find_node_groups(cluster)}) == 1:
             yield mesh
+    if has_uneven and cluster.num_nodes == 1:
+        size = cluster.num_devices
+        for first, last in itertools.combinations(list_part_edges(cluster), 2):
+            if size % (last - first) or first % (last - first):
+                yield Mesh(first, last - first)
+
+
+def list_part_edges(cluster: Cluster) -> list[int]:
+    """Return the devices of a single node at which parts may begin, and the number of devices."""
+    size = cluster.num_devices
+    edges = {*range(0, size, -(-size // MAX_UNEVEN_DEVICES)), size}
+    for part in range(1, size):
+        if size % part == 0:
+            edges |= {part, size - part}
+    return sorted(edges)
 
 
 def list_node_edges(cluster: Cluster) -> list[int]:

@@ -1,6 +1,6 @@
 """Rules of device meshes."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -25,11 +25,24 @@ def test_listed_meshes_exclude_mixed_device_types():
     assert Mesh(0, 8).find_slowest_device(cluster).name == "V100"
 
 
+def test_uneven_parts_of_a_node_are_listed_on_request():
+    node = Cluster.from_text("8xA100")
+    uneven = set(iter_meshes(node, has_uneven=True)) - set(iter_meshes(node))
+    assert {Mesh(0, 5), Mesh(5, 3), Mesh(0, 6), Mesh(1, 2)} <= uneven
+    assert len(uneven) + len(list(iter_meshes(node))) == 8 * 9 // 2
+    large = Cluster.from_text("1x64xCPU")
+    assert {Mesh(0, 63), Mesh(0, 20)} <= set(iter_meshes(large, has_uneven=True))
+
+
 @pytest.mark.parametrize("text", ["4xA100", "2x4xA100", "2x6xA100", "2x8xA100,4xV100,3x2xH100"])
-def test_check_on_cluster_accepts_listed_meshes_and_whole_nodes_of_any_type(text: str):
+def test_check_on_cluster_accepts_parts_of_a_node_and_whole_nodes_of_any_type(text: str):
     cluster = Cluster.from_text(text)
-    runs = combinations(list_node_edges(cluster), 2)
-    listed = {*iter_meshes(cluster), *(Mesh(first, end - first) for first, end in runs)}
+    edges = list_node_edges(cluster)
+    runs = [*combinations(edges, 2)]
+    for first, end in pairwise(edges):
+        runs += combinations(range(first, end + 1), 2)
+    listed = {Mesh(first, end - first) for first, end in runs}
+    assert {*iter_meshes(cluster, has_uneven=True)} <= listed
     for first in range(cluster.num_devices):
         for size in range(1, cluster.num_devices + 3):
             mesh = Mesh(first, size)

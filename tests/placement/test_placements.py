@@ -39,8 +39,8 @@ def make_placement(devices: str, grid: str) -> Placement:
     [
         (make_placement("12-16", "1-1-5"), "placement.train: devices 12-16; the cluster has 16"),
         (
-            make_placement("4-6", "1-1-3"),
-            "devices 4-6: must be whole nodes, or part of a node of 8",
+            make_placement("4-8", "1-1-5"),
+            "devices 4-8: must be whole nodes, or part of a node of 8",
         ),
         (make_placement("0-15", "1-16-1"), "16 tensor-parallel ranks: at most 8 on a node"),
         (replace(make_placement("4-7", "1-1-4"), max_staleness=-1), "max_staleness=-1"),

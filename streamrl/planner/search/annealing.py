@@ -26,7 +26,8 @@ A proposal slower by the current temperature is accepted with probability 1 / e.
 REJECT_TEMPERATURES = 8.0
 """A lower bound this many temperatures above the current step time rejects a proposal."""
 SMALL_CLUSTER_MESHES = 16
-"""On a cluster with at most this many meshes, a descent tries every mesh, and pairs of roles."""
+"""On a cluster with at most this many even meshes, a descent tries every mesh, and of pairs of
+roles every even one."""
 DESCENT_ROUNDS = 3
 FASTEST_OPTIONS = 4
 """A moved role draws from this many fastest parallelisms of its mesh."""
@@ -58,12 +59,13 @@ class AnnealingSearch:
         self._allowed_steps_ahead = list(aheads)
         self._is_streamed = streamed
         self._rng = np.random.default_rng(seed)
-        self._meshes = list(iter_meshes(choices.problem.cluster))
+        self._even_meshes = list(iter_meshes(choices.problem.cluster))
+        self._meshes = list(iter_meshes(choices.problem.cluster, has_uneven=True))
         self._find_neighbors = cache(self._list_neighbors)
 
     @property
     def is_small_cluster(self) -> bool:
-        return len(self._meshes) <= SMALL_CLUSTER_MESHES
+        return len(self._even_meshes) <= SMALL_CLUSTER_MESHES
 
     def estimate_state_step_s(self, state: SearchState, limit_s: float = math.inf) -> float:
         """Return the step time of a state; inf if infeasible or certainly above `limit_s`."""
@@ -137,7 +139,9 @@ class AnnealingSearch:
         for _ in range(DESCENT_ROUNDS):
             before = cost
             for group in groups:
-                options = [self._list_descent_options(state, role) for role in group]
+                options = [
+                    self._list_descent_options(state, role, len(group) > 1) for role in group
+                ]
                 for chosen in itertools.product(*options):
                     roles = {**state.assignments, **dict(zip(group, chosen, strict=True))}
                     proposed = replace(state, assignments=roles)
@@ -148,12 +152,13 @@ class AnnealingSearch:
                 break
         return state, cost
 
-    def _list_descent_options(self, state: SearchState, role: str) -> list[CallAssignment]:
+    def _list_descent_options(
+        self, state: SearchState, role: str, is_in_pair: bool
+    ) -> list[CallAssignment]:
         """List all options on a small cluster, else those on used and neighboring meshes."""
         if self.is_small_cluster:
-            return [
-                option for mesh in self._meshes for option in self._choices.list_options(role, mesh)
-            ]
+            meshes = self._even_meshes if is_in_pair else self._meshes
+            return [option for mesh in meshes for option in self._choices.list_options(role, mesh)]
         current_mesh = state.assignments[role].mesh
         other_meshes = {option.mesh for option in state.assignments.values()} | set(
             self._find_neighbors(current_mesh)

@@ -18,7 +18,7 @@ from typing import TypeVar
 from streamrl.dataflow import EMA_REFERENCE, CallKind, Dataflow, ModelCall
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.meshes import Mesh, list_node_edges
+from streamrl.placement.meshes import Mesh, list_node_edges, list_part_edges
 from streamrl.placement.placements import MAX_TP_SIZE, CallAssignment, Placement
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.steady_state.estimator import PlacementEstimator, find_fullest_device
@@ -76,27 +76,17 @@ def iter_allocations(
 ) -> Iterator[tuple[Mesh, ...]]:
     """Yield every way to divide the whole cluster into disjoint meshes, one per set of roles.
 
-    Of several nodes, each set gets consecutive whole nodes; of a single node, a part that a mesh
-    may have. `accepts(i, mesh)` says whether set number i may have the mesh.
+    Each set gets consecutive whole nodes, or a part of a single node. `accepts(i, mesh)` says
+    whether set number i may have the mesh.
     """
-    if cluster.num_nodes > 1:
-        yield from _iter_runs(list_node_edges(cluster), sets, accepts, ())
-        return
-    sizes = [size for size in range(1, cluster.num_devices + 1) if cluster.num_devices % size == 0]
-    for chosen_sizes in itertools.product(sizes, repeat=sets):
-        meshes = (
-            _pack_meshes(chosen_sizes, cluster.num_devices)
-            if sum(chosen_sizes) == cluster.num_devices
-            else None
-        )
-        if meshes is not None and all(accepts(i, mesh) for i, mesh in enumerate(meshes)):
-            yield meshes
+    edges = list_node_edges(cluster) if cluster.num_nodes > 1 else list_part_edges(cluster)
+    yield from _iter_runs(edges, sets, accepts, ())
 
 
 def _iter_runs(
     edges: Sequence[int], sets: int, accepts: Callable[[int, Mesh], bool], before: tuple[Mesh, ...]
 ) -> Iterator[tuple[Mesh, ...]]:
-    """Yield `before`, then runs of the nodes between `edges` for `sets` further sets."""
+    """Yield `before`, then the meshes between `edges` for `sets` further sets."""
     first, number = edges[0], len(before)
     if sets == 1:
         rest = Mesh(first, edges[-1] - first)
@@ -107,26 +97,6 @@ def _iter_runs(
         mesh = Mesh(first, edges[count] - first)
         if accepts(number, mesh):
             yield from _iter_runs(edges[count:], sets - 1, accepts, (*before, mesh))
-
-
-def _pack_meshes(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
-    """Return disjoint meshes of these sizes in a node, large meshes first; None without room.
-
-    A mesh starts at a multiple of its size. Sizes that divide each other always fit.
-    """
-    mesh_by_set: dict[int, Mesh] = {}
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        free_meshes = (
-            mesh
-            for first in range(0, devices - sizes[i] + 1, sizes[i])
-            for mesh in (Mesh(first, sizes[i]),)
-            if not any(mesh.overlaps(other) for other in mesh_by_set.values())
-        )
-        free_mesh = next(free_meshes, None)
-        if free_mesh is None:
-            return None
-        mesh_by_set[i] = free_mesh
-    return tuple(mesh_by_set[i] for i in range(len(sizes)))
 
 
 MAX_FIXES = 64

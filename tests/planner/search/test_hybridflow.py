@@ -18,7 +18,7 @@ from streamrl.planner.search.hybridflow import (
     list_grids,
     list_placed_roles,
 )
-from tests.planner.search.problems import choices, ppo
+from tests.planner.search.problems import LONG_TAILED, choices, grpo, ppo
 
 
 @pytest.mark.parametrize(("models", "partitions"), [(3, 5), (4, 15), (5, 52)])
@@ -55,6 +55,20 @@ def test_rejected_meshes_are_not_allocated(cluster: str):
         meshes for meshes in allocations if meshes[1].size >= cluster_spec.num_devices // 2
     ]
     assert 0 < len(accepted) < len(allocations)
+
+
+def test_uneven_parts_of_a_node_are_chosen_where_faster_than_halves():
+    options = choices(grpo("8xH100", "qwen2.5-1.5b", LONG_TAILED))
+    units = [("generator",), ("policy", "reference")]
+    best = MappingSearch(options, units).find_best(ahead=1)
+    assert best is not None
+    assert best.assignments["generate"].mesh == Mesh(0, 6)
+    halves = options.fit_on_meshes(
+        {role: Mesh(0 if role == "generator" else 4, 4) for role in options.roles}
+    )
+    assert halves is not None
+    seconds = options.estimator.estimate_step_s
+    assert seconds(best) < 0.95 * seconds(options.make_placement(halves, 1))
 
 
 def test_followers_are_grouped_with_their_leader():
