@@ -15,6 +15,10 @@ from benchmarks.command import ROOT
 LONGEST_S = 900.0
 Figures = dict[str, Any]
 QUICK = {
+    "pipelines": (
+        *("llama3-70b/64/sharded/step_s", "llama3-70b/64/pipelines/step_s"),
+        "llama3-70b/64/sharded_over_pipelines",
+    ),
     "resharding": (
         *("ways/in_groups/seconds", "ways/point_to_point/seconds", "ways/full_gather/seconds"),
         "ways/*/over_all_gather",
