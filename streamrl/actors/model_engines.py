@@ -11,6 +11,7 @@ from streamrl.config.run_config import RunConfig, count_trained_steps
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.pretrain_texts import TextStream, load_texts
 from streamrl.dataflow import COST_VALUE_CALL, POLICY, REFERENCE_CALL, VALUE_CALL, ModelCall
+from streamrl.distributed.devices import has_run_gpus
 from streamrl.engines.models.forward import ModelLoadOptions
 from streamrl.engines.training.forward_scorers import LogprobScorer, ValueScorer
 from streamrl.engines.training.model_trainer import ModelTrainer
@@ -102,7 +103,7 @@ def _make_reference_scorer(config: RunConfig, max_length: int) -> HostedScorer:
         config.model.path,
         temperature=config.generator.temperature,
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
-        threads=config.trainer.threads,
+        threads=config.trainer.resolve_threads(on_gpu=has_run_gpus()),
         dtype=config.trainer.dtype,
         options=ModelLoadOptions(config.trainer.attention, max_length, config.scorer.offload),
     )
@@ -117,7 +118,7 @@ def _make_value_scorer(call: ModelCall, config: RunConfig, max_length: int) -> H
     model = ValueScorer(
         config.get_model_path(role),
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
-        threads=trainer_config.threads,
+        threads=trainer_config.resolve_threads(on_gpu=has_run_gpus()),
         dtype=trainer_config.dtype,
         shares_policy=shares_policy,
         options=ModelLoadOptions(trainer_config.attention, max_length, config.scorer.offload),

@@ -516,7 +516,7 @@ def _iter_sizeless_conflicts(config: RunConfig) -> Iterator[Conflict]:
             "the generator cannot share a policy that has a value head",
         ),
         (
-            config.generator.threads != config.trainer.threads,
+            config.generator.threads != (config.trainer.threads or 1),
             "generator.threads",
             f"the generator uses the trainer.threads={config.trainer.threads} of its process",
         ),

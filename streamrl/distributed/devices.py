@@ -22,6 +22,8 @@ GPU = "cuda"
 """torch's device type of GPUs."""
 DEVICE_ENV = "STREAMRL_DEVICE"
 """Environment variable: device type of a run, cpu or cuda, for all of its processes."""
+GPU_LIST = "/proc/driver/nvidia/gpus"
+"""Folder with an entry per GPU of this node or container."""
 NOSET_ENV = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Environment variable that keeps Ray from hiding the GPUs of other processes."""
 
@@ -44,6 +46,15 @@ def has_local_gpu() -> bool:
 
 def count_local_gpus() -> int:
     return _get_gpu_module().device_count() if has_local_gpu() else 0
+
+
+def count_cores_per_gpu() -> int:
+    """Return the cores that this process may use per GPU of its node, at least 1.
+
+    Counts the GPUs that the driver lists: a process may see only its own.
+    """
+    num_gpus = len(os.listdir(GPU_LIST)) if os.path.isdir(GPU_LIST) else 1
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_gpus))
 
 
 def list_gpu_names() -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import cos, pi
 from typing import Annotated, Any, ClassVar
 
+from streamrl.distributed.devices import count_cores_per_gpu
 from streamrl.files.typed_settings import (
     FIXED_ON_RESUME,
     Conflict,
@@ -27,6 +28,7 @@ LIVE_ELEMENTS = 1_000_000_000
 """Elements of parameters that ZeRO stage 3 keeps gathered: DeepSpeed's stage3_max_live_parameters
 and stage3_max_reuse_distance."""
 
+MAX_GPU_THREADS = 8
 GRADIENT_SHARDING_STAGE = 2
 PARAMETER_SHARDING_STAGE = 3
 SAVE_TIMEOUT_S = 7200.0
@@ -81,8 +83,9 @@ class TrainerConfig:
     lora_rank: Annotated[int, at_least(0), FIXED_ON_RESUME] = 0
     #: LoRA scaling: adapters are scaled by lora_alpha / lora_rank.
     lora_alpha: Annotated[float, above(0), FIXED_ON_RESUME] = 16.0
-    #: CPU threads of a rank.
-    threads: Annotated[int, at_least(1)] = 1
+    #: CPU threads of a rank. null is 1 on CPUs, where ranks share the cores; with GPUs it is a
+    #: GPU's share of the node's cores, at most 8.
+    threads: Annotated[int | None, at_least(1)] = None
     #: Recompute activations in the backward pass: less memory, more time. offload also keeps the
     #: inputs of the layers in host memory between the passes; on CPUs the same as true.
     gradient_checkpointing: Annotated[bool | str, one_of(True, False, OFFLOAD)] = False
@@ -178,6 +181,19 @@ class TrainerConfig:
         """Return the dtype in which the trainer computes and publishes its model."""
         default = "bfloat16" if on_gpu and self.has_master_weights else "float32"
         return default if self.dtype == "auto" else self.dtype
+
+    def resolve_threads(self, *, on_gpu: bool) -> int:
+        """Return the CPU threads of a rank in this process."""
+        return self.threads or (min(MAX_GPU_THREADS, count_cores_per_gpu()) if on_gpu else 1)
+
+    def overlaps_reduction(self, *, on_gpu: bool) -> bool:
+        """Return whether ZeRO reduces gradients while the backward pass computes more of them.
+
+        Stage 1 reduces at the update, and DeepSpeed refuses its overlap for accumulated gradients.
+        Without a GPU there is no second stream.
+        """
+        is_deepspeed = self.backend == "deepspeed"
+        return is_deepspeed and on_gpu and self.zero_stage >= GRADIENT_SHARDING_STAGE
 
     @property
     def has_sharded_params(self) -> bool:

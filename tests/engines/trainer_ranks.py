@@ -9,7 +9,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +26,9 @@ from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.algorithms.math.training_metrics import compute_loss_denominator
 from streamrl.buffer.micro_batch_schedule import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream
+from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models import activation_checkpointing
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.forward_scorers import LogprobScorer
 from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.pretraining import PretrainingLoss
@@ -323,14 +324,13 @@ def lora_updates(job: RankJob, layout: Layout) -> None:
     resumed = second_step(trainer, layout)
     trainer.close()
     trainer = job.trainer(layout, lr=SEVERAL_LR, **{**LORA, "lora_alpha": 4.0})
-    with pytest.raises(CheckpointError) as refused:
-        trainer.load_training_state(folder / "state")
+    refusal = catch_message(CheckpointError, lambda: trainer.load_training_state(folder / "state"))
     job.results[f"lora/{layout.label}"] = {
         "start": start,
         "norms": [report["policy/grad_norm"] for report in (*reports, repeated[0])],
         "published": first,
         "runs": [repeated, resumed],
-        "refusal": str(refused.value),
+        "refusal": refusal,
     }
     trainer.close()
 
@@ -360,6 +360,15 @@ def sum_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return total
 
 
+def catch_message(kind: type[Exception], run: Callable[[], object]) -> str:
+    """Return the message of the error that a call raises."""
+    try:
+        run()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
 def skipped_updates(job: RankJob, layout: Layout) -> None:
     """Run steps without rollouts, then one with a non-finite gradient."""
     trainer = job.trainer(layout, warmup_steps=4)
@@ -370,15 +379,25 @@ def skipped_updates(job: RankJob, layout: Layout) -> None:
     broken["scores"] = broken["scores"] * float("nan")
     share = trainer._config.get_dp_rank(job.rank)
     trainer.train_micro_batch({"0:9:0": broken}, [("0:9:0", 0)] if share == 0 else [])
-    with pytest.raises(StreamError) as refused:
-        trainer.update(1.0)
+    message = catch_message(StreamError, lambda: trainer.update(1.0))
     after = parameters_of(trainer)
     trainer.close()
     job.results[f"skipped/{layout.label}"] = {
         "reports": reports,
-        "message": str(refused.value),
+        "message": message,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
     }
+
+
+def rounded_updates(job: RankJob, layout: Layout) -> None:
+    """Run two steps in bfloat16, the default on GPUs."""
+    job.results[f"rounded/{layout.label}"] = run_two_steps(job, layout, 2, dtype="bfloat16")
+
+
+def overlapped_updates(job: RankJob, layout: Layout) -> None:
+    """Reduce gradients as on a GPU, where a second bucket fills meanwhile."""
+    with mock.patch.object(TrainerConfig, "overlaps_reduction", lambda self, on_gpu: True):
+        job.results[f"overlapped/{layout.label}"] = run_two_steps(job, layout, CUTS[-1])
 
 
 def recomputed_updates(job: RankJob, layout: Layout) -> None:
@@ -443,7 +462,7 @@ def train_row(
     sums = sum_metrics(
         trainer.train_micro_batch(groups, get_micro_batch(trainer, work)) for work in rounds
     )
-    total = torch.tensor(list(sums.values()), dtype=torch.float64)
+    total = torch.tensor(list(sums.values()), dtype=torch.float64, device=get_local_device())
     if layout.world_size > 1:
         dist.all_reduce(total)
     total_sums = dict(zip(sums, total.tolist(), strict=True))

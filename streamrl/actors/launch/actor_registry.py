@@ -54,7 +54,7 @@ def make_worker_env(config: RunConfig, call: ModelCall, *, on_gpu: bool) -> dict
         env = make_vllm_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
         return {**shared_env, **env, **make_level_env(GENERATOR_LEVEL)}
     if call.kind is CallKind.TRAIN:
-        env = {"OMP_NUM_THREADS": str(config.get_trainer_config(call.role).threads)}
+        env = {"OMP_NUM_THREADS": str(config.get_trainer_config(call.role).threads or 1)}
         env |= {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
         return {**shared_env, **env, **make_level_env(TRAINER_LEVEL)}
     level = BASE_LEVEL if SERVING_ROLES[call.role].is_reward else MODELS_LEVEL

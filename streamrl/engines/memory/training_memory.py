@@ -320,6 +320,8 @@ def _estimate_bucket_memory(
             between_micro_batches=persistent,
             update=max(update, bucket + last * FLOAT32_BYTES - persistent),
         )
-    # The rank's shard of new gradients is allocated first, then added to the accumulated one.
+    # A second bucket fills while the first is reduced. The rank's shard of new gradients is
+    # allocated first, then added to the accumulated one.
+    bucket *= 1 + trainer.overlaps_reduction(on_gpu=on_gpu)
     backward = bucket + max(full * FLOAT32_BYTES, last * FLOAT32_BYTES + shard * itemsize)
     return TransientMemory(backward=backward, update=update)

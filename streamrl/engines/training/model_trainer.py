@@ -46,6 +46,7 @@ from streamrl.data.chat_template import load_tokenizer
 from streamrl.distributed.devices import (
     get_local_device,
     has_local_gpu,
+    has_run_gpus,
     synchronize_device,
     synchronize_stream,
 )
@@ -131,7 +132,7 @@ class ModelTrainer:
         `pretraining` adds a loss on pretraining texts.
         """
         torch.manual_seed(0)
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.resolve_threads(on_gpu=has_run_gpus()))
         join_process_group(
             rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s
         )

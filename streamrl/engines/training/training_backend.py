@@ -341,7 +341,7 @@ def make_deepspeed_config(module: PreTrainedModel, config: TrainerConfig) -> dic
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": config.zero_stage,
-            "overlap_comm": False,
+            "overlap_comm": config.overlaps_reduction(on_gpu=has_local_gpu()),
             "reduce_bucket_size": BUCKET_ELEMENTS,
             # Parameters with fewer elements stay whole on every rank.
             "stage3_param_persistence_threshold": (

@@ -350,6 +350,13 @@ def test_recomputing_activations_does_not_change_the_update(results, expected, l
         assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
 
 
+@parametrize_layouts("overlapped_updates", on=[SHARDED, GATHERED], quick=[SHARDED])
+def test_overlapping_reductions_do_not_change_the_update(results, expected, layout):
+    for case in results[f"overlapped/{layout.label}"]:
+        assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
+        assert measure_max_difference(case["parameters"], expected[1]) < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(OTHER_SETTINGS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
