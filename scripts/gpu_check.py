@@ -1,12 +1,14 @@
-"""Check the trainer of streamrl on one GPU in a few minutes: numerics, memory, speed.
+"""Check streamrl on one to eight GPUs in a few minutes: ranks, numerics, memory, speed.
 
-    python scripts/gpu_check.py --device cuda --out gpu_check.jsonl
+    python scripts/gpu_check.py --device cuda --out gpu_check.jsonl [--resume]
 
-Needs PyTorch, transformers, DeepSpeed and tensordict, for the last step also vLLM; neither Ray nor
-a network: the script makes its models, with random weights. Each step runs in a separate process
-with its own deadline and appends a JSON line to the output when it ends. A step that dies or hangs
-does not affect others: its line holds the finished cases and the end of its standard error. With
-`--device cpu` the same code runs on small models, which checks this script rather than a GPU.
+Needs PyTorch, transformers, tensordict and msgspec; what lacks DeepSpeed or vLLM says so. Needs
+neither Ray nor a network nor an installed streamrl: the script makes its models, with random
+weights. Each step runs in a separate process with its own deadline and appends a JSON line to the
+output when it ends; with `--resume` steps that have a line there do not run again. A step that dies
+or hangs does not affect others: its line holds the finished cases and the end of its standard
+error. Steps of several ranks use NCCL, as many GPUs as they can. With `--device cpu` the same code
+runs on small models and gloo, which checks this script rather than a GPU.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.rank_checks import RANK_CHECKS, RankCheck  # noqa: E402  needs the path
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -56,6 +60,9 @@ Measurements = dict[str, Any]
 """Measurements of a case by name; `ok` False marks a failure."""
 
 CPU_DEADLINE_FACTOR = 6
+CPU_RANKS = 2
+RANKS_ENV = "GPU_CHECK_RANKS"
+"""Environment variable of steps: the most ranks that a step may have."""
 STDERR_CHARS = 1500
 NO_GPU = "torch.cuda.is_available() is False: no GPU, or a driver too old for this PyTorch"
 CASE_PREFIX = '{"case"'
@@ -103,6 +110,8 @@ def main() -> None:
         help="file to append JSON lines to (default: gpu_check.jsonl)",
     )
     parser.add_argument("--steps", default=",".join(STEPS), help="comma-separated; default: all")
+    parser.add_argument("--resume", action="store_true", help="omit steps with a line in --out")
+    parser.add_argument("--ranks", type=int, help="default: one per GPU; with --device cpu 2")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -114,11 +123,18 @@ def main() -> None:
     if arguments.device == "cuda" and not has_gpu():
         parser.error(f"--device cuda: {NO_GPU}; --device cpu checks this script on small models")
     try:
-        arguments.out.open("a").close()
+        with arguments.out.open("a+") as file:
+            file.seek(0)
+            if (text := file.read()) and not text.endswith("\n"):
+                file.write("\n")  # ends a truncated line
     except OSError as error:
         parser.error(f"--out {arguments.out}: {error.strerror}")
-    failed = []
+    os.environ[RANKS_ENV] = str(arguments.ranks or count_devices(arguments.device))
+    done = read_done(text) if arguments.resume else {}
+    failed = [name for name in names if not done.get(name, True)]
     for name in names:
+        if name in done:
+            continue
         line = run_step(name, arguments.device)
         with arguments.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -126,6 +142,22 @@ def main() -> None:
         failed += [] if line["ok"] else [name]
     print(f"failed: {', '.join(failed)}" if failed else "all steps passed", flush=True)
     sys.exit(1 if failed else 0)
+
+
+def count_devices(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else CPU_RANKS
+
+
+def read_done(text: str) -> dict[str, bool]:
+    """Return whether each step with a line was ok; skip truncated lines."""
+    done = {}
+    for json_text in text.splitlines():
+        with contextlib.suppress(ValueError):
+            line = json.loads(json_text)
+            done[line["step"]] = line["ok"]
+    return done
 
 
 def run_step(name: str, device: str) -> Measurements:
@@ -197,8 +229,19 @@ def run_child(name: str, device: str) -> None:
         sys.exit(NO_GPU)
     alias_torch_functions()
     run = STEPS[name].run if name in STEPS else NCCL_PARTS[name]
-    for case, measurements in run():
-        print(json.dumps({"case": case, **round_floats(measurements)}), flush=True)
+    try:
+        for case, measurements in run():
+            print(json.dumps({"case": case, **round_floats(measurements)}), flush=True)
+    except ModuleNotFoundError as error:
+        print(json.dumps({"case": "all", **explain_missing(error)}), flush=True)
+
+
+def explain_missing(error: ModuleNotFoundError) -> Measurements:
+    """Report a package that is not installed; a module of this repository is a failure."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("streamrl", "tests", "scripts", "benchmarks"):
+        raise error
+    return {"skipped": f"{package} is not installed"}
 
 
 def alias_torch_functions() -> None:
@@ -217,6 +260,8 @@ def run_cases(
         begun = time.monotonic()
         try:
             measurements = run()
+        except ModuleNotFoundError as error:
+            measurements = explain_missing(error)
         except Exception as error:  # noqa: BLE001  report any error, run the next case
             traceback.print_exc()
             reason = " ".join(str(error).split())[:400]
@@ -1607,6 +1652,8 @@ GENERATOR_CONFIG: Mapping[str, Any] = {
     "num_key_value_heads": 2,
 }
 NEW_TOKENS = 48
+GENERATOR_RANKS = (1, 2)
+"""Tensor-parallel sizes of vLLM."""
 
 
 def make_generator_env(device: str) -> dict[str, str]:
@@ -1620,10 +1667,19 @@ def check_generator() -> Iterator[tuple[str, Measurements]]:
     if importlib.util.find_spec("vllm") is None:
         yield "all", {"skipped": "vLLM is not installed"}
         return
-    yield from run_cases({"sampling": lambda: asyncio.run(sample_and_load())})
+    cases = {
+        f"{ranks} {'GPU' if ranks == 1 else 'GPUs'}": partial(sample_on, ranks)
+        for ranks in GENERATOR_RANKS
+        if ranks <= int(os.environ[RANKS_ENV])
+    }
+    yield from run_cases(cases)
 
 
-async def sample_and_load() -> Measurements:
+def sample_on(num_ranks: int) -> Measurements:
+    return asyncio.run(sample_and_load(num_ranks))
+
+
+async def sample_and_load(num_ranks: int) -> Measurements:
     """Return pauses, tokens per second and differences of log-probabilities in nats, by version."""
     import numpy as np
     import torch
@@ -1636,7 +1692,10 @@ async def sample_and_load() -> Measurements:
     config = AutoConfig.for_model("qwen2", **GENERATOR_CONFIG)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(get_device_name())
     settings = GeneratorConfig(
-        max_new_tokens=NEW_TOKENS, kv_cache_mb=256, max_concurrent_rollouts=64
+        max_new_tokens=NEW_TOKENS,
+        kv_cache_mb=256,
+        max_concurrent_rollouts=64,
+        tensor_parallel=num_ranks,
     )
     limit = BF16_LOGPROB if has_gpu() else FP32_LOGPROB
     versions: list[Measurements] = []
@@ -1665,9 +1724,11 @@ async def sample_and_load() -> Measurements:
                 check, difference = stats.verification, compare_logprobs(model, sequences, served)
                 versions.append(
                     {
-                        "ok": bool(check.num_compared)
+                        # The parameters of a split model are not compared yet.
+                        "ok": bool(check.num_compared or num_ranks > 1)
                         and not check.differing_names
                         and difference < limit,
+                        "compared": check.num_compared,
                         "pause_s": stats.pause_s,
                         "interrupted": stats.num_interrupted,
                         "differing": list(check.differing_names),
@@ -1700,8 +1761,28 @@ def compare_logprobs(
     return float(np.concatenate(differences).mean())
 
 
+# --- Steps of several ranks -----------------------------------------------------------------------
+
+
+def check_ranks(check: RankCheck) -> Iterator[tuple[str, Measurements]]:
+    """Run the cases of a list of rank tests on as many ranks as there may be."""
+    most = int(os.environ[RANKS_ENV])
+    world = check.choose_world(most)
+    if not world:
+        yield "all", {"skipped": f"needs {min(check.worlds)} GPUs, there are {most}"}
+        return
+    for name, measurements in run_cases(check.list_cases(world)):
+        yield name, {"ranks": world, **measurements}
+
+
+RANK_STEPS = {
+    name: CheckStep(partial(check_ranks, check), check.deadline_s, make_generator_env)
+    for name, check in RANK_CHECKS.items()
+}
 STEPS: Mapping[str, CheckStep] = {
     "machine": CheckStep(check_machine, 20),
+    **RANK_STEPS,
+    "generator": CheckStep(check_generator, 120, make_generator_env),
     "losses": CheckStep(check_losses, 30),
     "trainer": CheckStep(check_trainer, 60),
     "architectures": CheckStep(check_architectures, 70),
@@ -1711,10 +1792,10 @@ STEPS: Mapping[str, CheckStep] = {
     "optimizer": CheckStep(check_optimizer_memory, 60),
     "weights": CheckStep(check_weights, 45),
     "speed": CheckStep(check_speed, 60),
-    "resharding": CheckStep(check_resharding, 60),
-    "generator": CheckStep(check_generator, 120, make_generator_env),
+    "one-GPU resharding": CheckStep(check_resharding, 60),
 }
-"""Most important first; the deadlines sum to less than twelve minutes."""
+"""What has run on no GPU yet comes first. On one GPU most steps of ranks end at once; the deadlines
+of the others, and all of them on several GPUs, sum to at most the minutes that `make` names."""
 
 if __name__ == "__main__":
     main()

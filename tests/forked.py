@@ -1,7 +1,8 @@
 """Processes forked from a server that has imported the libraries of ranks and readers.
 
 Importing torch, transformers, DeepSpeed and vLLM takes 15 s of CPU time; the server does it once in
-a session. It has one thread, no process group and no GPU, so forking is safe.
+a session. It has one thread, no process group and no GPU, so forking is safe. With GPUs, where
+imports may use CUDA, each process imports for itself, and sees one GPU, as an actor in a run.
 """
 
 import io
@@ -14,13 +15,15 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 
+from scripts.gpu_check import alias_torch_functions
+from streamrl.distributed.devices import count_local_gpus, has_local_gpu
 from streamrl.engines.vllm.environment import make_vllm_env
 
 IMPORTED = [
@@ -37,14 +40,14 @@ IMPORTED = [
 
 
 @cache
-def context() -> ForkServerContext:
+def context() -> ForkServerContext | SpawnContext:
     """Start the fork server at the first call; return its multiprocessing context."""
+    if has_local_gpu():
+        return multiprocessing.get_context("spawn")
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(IMPORTED)
-    with pytest.MonkeyPatch.context() as patch:
-        # Some libraries read these variables at import.
-        for name, value in (*make_vllm_env("cpu").items(), ("DS_ACCELERATOR", "cpu")):
-            patch.setenv(name, value)
+    # Some libraries read these variables at import.
+    with mock.patch.dict(os.environ, {**make_vllm_env("cpu"), "DS_ACCELERATOR": "cpu"}):
         forkserver.ensure_running()  # type: ignore[attr-defined]
     return server
 
@@ -58,12 +61,15 @@ def run(
 ) -> list[Any]:
     """Call a function once per argument tuple, each in its own process; return results in order.
 
-    No process ends before all calls have returned. Processes in `killed` die without a result:
-    their entry is None. Raises AssertionError with the traceback of a failed call, or on timeout.
+    With GPUs, process i sees GPU i only. Tensors of results are on the CPU. No process ends before
+    all calls have returned. Processes in `killed` die without a result: their entry is None.
+
+    Raises AssertionError with the traceback of a failed call, or on timeout, and
+    ModuleNotFoundError if a package is not installed.
     """
     processes, pipes = [], []
-    for call_args in arguments:
-        process, parent_end = start(_answer, function, call_args)
+    for index, call_args in enumerate(arguments):
+        process, parent_end = start(_answer, function, call_args, gpu=index)
         processes.append(process)
         pipes.append(parent_end)
     results: list[Any] = [None] * len(pipes)
@@ -83,22 +89,37 @@ def run(
 
 
 def start(
-    target: Callable[..., None], *arguments: Any, **keywords: Any
+    target: Callable[..., None], *arguments: Any, gpu: int = 0, **keywords: Any
 ) -> tuple[BaseProcess, Connection]:
-    """Start a process that calls `target(pipe, *arguments)`; return it and the pipe's other end."""
+    """Start a process that calls `target(pipe, *arguments)`; return it and the pipe's other end.
+
+    gpu: index of the only GPU that the process sees, if there are GPUs.
+    """
     parent_end, child_end = context().Pipe()
     process = context().Process(
         target=target, args=(child_end, *arguments), kwargs=keywords, daemon=True
     )
-    process.start()
+    env = {"CUDA_VISIBLE_DEVICES": list_visible_gpus()[gpu]} if has_local_gpu() else {}
+    with mock.patch.dict(os.environ, env):
+        process.start()
     child_end.close()
     return process, parent_end
 
 
+def list_visible_gpus() -> list[str]:
+    """Return the names by which CUDA_VISIBLE_DEVICES selects the GPUs of this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(count_local_gpus())]
+
+
 def _answer(pipe: Connection, function: Callable[..., Any], call_args: tuple[Any, ...]) -> None:
     """Send the result of a call, then live until killed: peers may still use its shared memory."""
+    answer: tuple[bool, Any]
+    alias_torch_functions()
     try:
         answer = (True, function(*call_args))
+    except ModuleNotFoundError as error:
+        answer = (False, error)
     except BaseException:  # noqa: BLE001 - the parent raises it
         answer = (False, traceback.format_exc())
     text = io.BytesIO()
@@ -111,8 +132,11 @@ def _answer(pipe: Connection, function: Callable[..., Any], call_args: tuple[Any
 
 def _read(pipe: Any) -> Any:
     try:
-        returned, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+        received = io.BytesIO(pipe.recv_bytes())
+        returned, value = torch.load(received, map_location="cpu", weights_only=False)
     except EOFError:
         raise AssertionError("a process ended before it returned") from None
+    if isinstance(value, ModuleNotFoundError):
+        raise value
     assert returned, value
     return value

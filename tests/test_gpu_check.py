@@ -1,5 +1,6 @@
 """scripts/gpu_check.py in its shortest form: on a CPU."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from scripts import gpu_check
+from tests.rank_checks import RANK_CHECKS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,11 +21,57 @@ def test_gpu_check_passes_on_a_cpu(tmp_path: Path):
     out = tmp_path / "lines.jsonl"
     script = str(ROOT / "scripts" / "gpu_check.py")
     command = [sys.executable, script, "--device", "cpu", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line["step"]: line for line in map(json.loads, out.read_text().splitlines())}
     assert len(lines) == len(out.read_text().splitlines()) > 10
     assert "skipped" in lines["nccl"]["cases"]["all"]
+    for name, check in RANK_CHECKS.items():
+        world = check.choose_world(gpu_check.CPU_RANKS)
+        ranks = {case.get("ranks") for case in lines[name]["cases"].values()}
+        assert ranks == {world or None}, name
+
+
+@pytest.mark.slow
+def test_rank_checks_of_four_ranks_pass_with_gloo(tmp_path: Path):
+    """The one of those above that two ranks cannot run."""
+    script, out = str(ROOT / "scripts" / "gpu_check.py"), tmp_path / "lines.jsonl"
+    command = [sys.executable, script, "--device", "cpu", "--out", str(out), "--ranks", "4"]
+    command += ["--steps", "resharding"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_resuming_runs_only_the_steps_without_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    out, ran = tmp_path / "lines.jsonl", list[str]()
+
+    def run_step(name: str, device: str) -> dict[str, object]:
+        ran.append(name)
+        return {"step": name, "ok": True}
+
+    failed = {"step": "losses", "ok": False}
+    out.write_text('{"step": "machine", "ok": true}\n' + json.dumps(failed) + '\n{"step": "spe')
+    monkeypatch.setattr(gpu_check, "run_step", run_step)
+    arguments = ["--device", "cpu", "--out", str(out), "--resume"]
+    arguments += ["--steps", "machine,losses,speed"]
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main()
+    assert (ran, end.value.code) == (["speed"], 1)
+    assert capsys.readouterr().out.splitlines()[-1] == "failed: losses"
+    assert json.loads(out.read_text().splitlines()[-1])["step"] == "speed"
+
+
+def test_a_missing_package_is_named_and_other_cases_run(monkeypatch: pytest.MonkeyPatch):
+    def import_missing() -> dict[str, object]:
+        importlib.import_module("no_such_package.part")
+        return {}
+
+    cases = dict(gpu_check.run_cases({"a": import_missing, "b": lambda: {"ok": True}}))
+    assert cases["a"]["skipped"] == "no_such_package is not installed"
+    assert cases["b"]["ok"]
 
 
 @pytest.mark.parametrize(

@@ -36,15 +36,21 @@ Loaded = dict[str, torch.Tensor]
 
 
 def load_rank(
-    rank: int, ports: Sequence[int], paths: Sequence[str], layout: str, kind: str, lora_rank: int
+    rank: int,
+    ports: Sequence[int],
+    paths: Sequence[str],
+    layout: str,
+    kind: str,
+    lora_rank: int,
+    world: int = WORLD,
 ) -> list[tuple[Loaded, Loaded]]:
     """Load each directory sharded, and the usual way; return parameters and buffers of both."""
-    config = TrainerConfig(world_size=WORLD, lora_rank=lora_rank, **LAYOUTS[layout])
+    config = TrainerConfig(world_size=world, lora_rank=lora_rank, **LAYOUTS[layout])
     options = ModelLoadOptions(max_length=512)
     results = []
     for path, port in zip(paths, ports, strict=True):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
+        join_process_group(rank=rank, world_size=world, timeout_s=60.0)
         loaded = []
         for on_meta in (True, False):
             torch.manual_seed(0)

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from streamrl.distributed.devices import get_local_device
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.generation.generation_engine import GenerationEngine
-from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import WeightResharder
 from streamrl.engines.training.training_backend import TrainingBackend, make_backend
@@ -80,7 +81,12 @@ def trainer_config(mesh: str, world: int) -> TrainerConfig:
 
 
 def generator_config(size: int) -> GeneratorConfig:
-    return GeneratorConfig(max_new_tokens=20, tensor_parallel=size)
+    return GeneratorConfig(
+        max_new_tokens=20,
+        tensor_parallel=size,
+        dtype="float32",
+        kv_cache_mb=KV_CACHE_MB_ON_CPU,
+    )
 
 
 def write_model(kv_heads: int, folder: Path) -> str:
@@ -117,6 +123,7 @@ async def run_meshes(path: str, rank_group: RankGroup, meshes: Sequence[str]) ->
     version = 0
     for mesh in meshes:
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        module.to(get_local_device())
         config = trainer_config(mesh, world)
         backend = make_backend(module, config)
         storage = await engine.get_storage()
@@ -244,9 +251,9 @@ async def measure_version(
 ) -> dict[str, Any]:
     """Return the bytes received for a version, and trainer's and generator's logprobs."""
     results = await switch_version(engine, backend, switch, version)
-    ids = torch.from_numpy(SEQUENCE).long()
+    ids = torch.from_numpy(SEQUENCE).long().to(get_local_device())
     logits = await asyncio.to_thread(lambda: backend.forward(ids[None]).logits[0, :-1].float())
-    trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].numpy()
+    trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].cpu().numpy()
     if isinstance(engine, GenerationEngine):
         (served,) = await engine.compute_logprobs([SEQUENCE])
         results["difference"] = float(np.abs(served[1:] - trained).max())
@@ -286,6 +293,7 @@ async def sample_tokens(engine: GenerationEngine) -> list[list[int]]:
 def update(backend: Any, config: TrainerConfig) -> None:
     """Change every parameter by a step on different tokens per data-parallel rank."""
     ids = torch.from_numpy(SEQUENCE).long().roll(config.get_dp_rank(dist.get_rank()))[None]
+    ids = ids.to(get_local_device())
     backend.backward(backend.forward(ids).logits.square().mean())
     backend.update(divisor=float(config.dp_size), lr=LR)
 

@@ -3,9 +3,10 @@
 Runs in child processes, because torch.distributed must not be initialized in pytest's process.
 """
 
+import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
+from streamrl.distributed.devices import get_local_device
 from streamrl.distributed.process_group import join_process_group
 from streamrl.engines.checkpoint.sharded_state import view_piece
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
@@ -54,6 +56,7 @@ class SplitCase(NamedTuple):
     kind: str = "policy"
     dtype: str = "float32"
     changes: tuple[tuple[str, Any], ...] = ()
+    world: int = WORLD
 
     @property
     def label(self) -> str:
@@ -67,7 +70,7 @@ class SplitCase(NamedTuple):
     def make_config(self) -> TrainerConfig:
         return TrainerConfig(
             backend=self.backend,
-            world_size=WORLD,
+            world_size=self.world,
             tensor_parallel=self.tensor,
             sequence_parallel=self.sequence,
             zero_stage=self.zero_stage,
@@ -78,10 +81,11 @@ class SplitCase(NamedTuple):
 def run_rank(rank: int, port: int, case: SplitCase) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     module, config = load(case.family, case.changes, case.kind), case.make_config()
-    join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
+    join_process_group(rank=rank, world_size=case.world, timeout_s=60.0)
+    module.to(get_local_device())
     if case.sequence > 1:
         group = join_sequence_group(
-            world_size=WORLD, size=case.sequence, tensor_parallel=case.tensor
+            world_size=case.world, size=case.sequence, tensor_parallel=case.tensor
         )
         share_tokens(module, group)
     if case.recomputes:
@@ -90,7 +94,8 @@ def run_rank(rank: int, port: int, case: SplitCase) -> dict[str, Any]:
 
 
 def run_alone(family: str, changes: tuple[tuple[str, Any], ...], kind: str) -> dict[str, Any]:
-    return train(0, load(family, changes, kind), TrainerConfig(world_size=1, backend="torch"))
+    module = load(family, changes, kind).to(get_local_device())
+    return train(0, module, TrainerConfig(world_size=1, backend="torch"))
 
 
 def count_on_one_of_two(family: str, words: int, tokens: int) -> dict[str, int]:
@@ -142,10 +147,10 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
     for update in (work[:2], work[2:]):
         own = update[config.get_dp_rank(rank) :: config.dp_size]
         for index, lengths in own:
-            ids, mask = make_rows(lengths, seed=index)
+            ids, mask = (row.to(get_local_device()) for row in make_rows(lengths, seed=index))
             logprobs, entropy = score(module, backend.forward, ids, mask)
             results["scores"][index] = torch.stack((logprobs, entropy)).detach()
-            weights = torch.arange(1, ids.numel() + 1).view_as(ids) / ids.numel()
+            weights = torch.arange(1, ids.numel() + 1, device=ids.device).view_as(ids) / ids.numel()
             backend.backward((weights * logprobs + weights.flip(0) * entropy).sum())
         results["norms"].append(backend.update(divisor=40.0, lr=LR))
     full_state = {name: tensor.clone() for name, tensor in backend.full_state()}
@@ -167,6 +172,88 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
     ]
     backend.close()
     return results
+
+
+def compare_with_single_rank(
+    case: SplitCase, single: dict[str, Any], splits: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Compare the results of all ranks with those of a single one; `ok` if they are the same.
+
+    scores: largest difference, absolute or relative. norms: largest relative difference.
+    updates_in_lr: largest difference of a parameter. updates_off: largest share of a parameter's
+    elements that are a tenth of a learning rate away, without those whose gradient is rounding.
+    """
+    is_rounded, parameters = case.dtype == "bfloat16", single["parameters"]
+    pairs = [
+        (split["scores"][index], single["scores"][index])
+        for split in splits
+        for index in split["scores"]
+    ]
+    scores = max(float(((a - b).abs() / (1 + b.abs())).max()) for a, b in pairs)
+    norms = max(
+        abs(norm / expected - 1)
+        for split in splits
+        for norm, expected in zip(split["norms"][:-1], single["norms"][:-1], strict=True)
+    )
+    results: dict[str, Any] = {
+        "scores": scores,
+        "norms": norms,
+        "misplaced": [name for split in splits for name in split["misplaced"]],
+        "skips_bad_update": all(
+            split["unchanged"] and not math.isfinite(split["norms"][-1]) for split in splits
+        ),
+        **(
+            compare_masters(parameters, splits)
+            if is_rounded
+            else compare_updates(parameters, splits)
+        ),
+    }
+    ok = results["skips_bad_update"] and not results["misplaced"]
+    if is_rounded:
+        # The passes in bfloat16 move the gradient's norm by some percent. An update is smaller than
+        # a bfloat16's last bit: without master weights it is lost.
+        ok &= norms < 0.05 and results["are_published"] and results["updates_in_lr"] <= 4
+        return {**results, "ok": ok and results["mean_update_in_lr"] < 1}
+    has_all = {index for split in splits for index in split["scores"]} == set(single["scores"])
+    ok &= has_all and scores < 2e-4 and norms < 1e-4
+    if case.tensor > 1 and case.zero_stage == 0:
+        # No memory of other ranks' shards.
+        ok &= all(split["memory_bytes"] == split["kept_bytes"] for split in splits)
+    return {**results, "ok": ok and results["updates_in_lr"] <= 4 and results["updates_off"] < 0.01}
+
+
+def compare_updates(
+    expected: dict[str, Tensor], splits: Sequence[dict[str, Any]]
+) -> dict[str, float]:
+    off = worst = 0.0
+    for split in splits:
+        assert list(split["parameters"]) == list(expected)
+        for name, parameter in expected.items():
+            difference = (split["parameters"][name] - parameter).abs() / LR
+            worst = max(worst, float(difference.max()))
+            # Adam makes full steps of gradients that are rounding.
+            if not name.endswith(("k_proj.bias", "query_key_value.bias")):
+                off = max(off, float((difference > 0.1).double().mean()))
+    return {"updates_in_lr": worst, "updates_off": off}
+
+
+def compare_masters(
+    expected: dict[str, Tensor], splits: Sequence[dict[str, Any]]
+) -> dict[str, float]:
+    """Compare float32 master weights, and the published ones, which the forward pass uses."""
+    worst = mean = 0.0
+    are_published = True
+    for split in splits:
+        for name, box, masters in split["masters"]:
+            assert masters.dtype == torch.float32
+            are_published &= torch.equal(split["parameters"][name][box], masters.bfloat16())
+            difference = (masters - expected[name][box]).abs() / LR
+            worst, mean = max(worst, float(difference.max())), max(mean, float(difference.mean()))
+    return {
+        "updates_in_lr": worst,
+        "mean_update_in_lr": mean,
+        "are_published": are_published,
+    }
 
 
 def find_misplaced(backend: TrainingBackend, full_state: dict[str, Tensor]) -> list[str]:

@@ -1,12 +1,12 @@
-"""Resharding by four processes over gloo, and the results of each rank.
+"""Resharding by four processes, and the results of each rank.
 
 torch.distributed is never initialized in pytest's own process.
 """
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +19,13 @@ from benchmarks.shard_memory import (
     create_from_storage,
 )
 from benchmarks.table_2 import partition_zero3
+from streamrl.distributed.process_group import join_process_group
 from streamrl.errors import WeightsError
 from streamrl.resharding.executors import (
     GroupGatherExecutor,
     PointToPointExecutor,
     ReshardingExecutor,
+    get_collective_device,
 )
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.layouts import ModelLayout, create_layout, partition_fsdp2
@@ -68,14 +70,18 @@ def fill(storage: ShardStorage, version: int) -> ShardStorage:
 
 def is_version(storage: ShardStorage, version: int) -> bool:
     is_equal = all(
-        view.equal(make_full_tensors(version)[name][box.slices]) for name, box, view in storage
+        view.cpu().equal(make_full_tensors(version)[name][box.slices])
+        for name, box, view in storage
     )
     return is_equal and storage.version == version
 
 
 def allocate_pair(source: ModelLayout, target: ModelLayout) -> tuple[ShardStorage, ShardStorage]:
-    rank = dist.get_rank()
-    return allocate_storage(source, rank, DTYPES), allocate_storage(target, rank, DTYPES)
+    rank, device = dist.get_rank(), str(get_collective_device())
+    return (
+        allocate_storage(source, rank, DTYPES, device=device),
+        allocate_storage(target, rank, DTYPES, device=device),
+    )
 
 
 def reshard_twice(
@@ -85,10 +91,10 @@ def reshard_twice(
 
     Returns whether both results are right, and the stats of the second run.
     """
-    exact = []
+    exact, device = [], str(get_collective_device())
     for version, (source_storage, target_storage) in (
         (3, allocate_pair(source, target)),
-        (4, allocate_overlapping(source, target, dist.get_rank(), DTYPES)),
+        (4, allocate_overlapping(source, target, dist.get_rank(), DTYPES, device=device)),
     ):
         fill(target_storage, 2)
         moved = executor.run(fill(source_storage, version), target_storage)
@@ -181,10 +187,9 @@ def run_without_last_rank() -> dict[str, Any]:
     return run_failing(9, timeout_s=LATE_S)
 
 
-def run_rank(rank: int, folder: Path) -> dict[str, Any]:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
-    )
+def run_rank(rank: int, port: int) -> dict[str, Any]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    join_process_group(rank=rank, world_size=WORLD, timeout_s=60.0)
     return {
         "executors": run_all_executors(),
         "pools": reshard_between_pools(),

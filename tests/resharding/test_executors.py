@@ -20,6 +20,7 @@ from streamrl.resharding.plans import plan_copies, plan_gather
 from streamrl.resharding.storage import create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from tests import forked
+from tests.engines.trainer_ranks import find_free_ports
 from tests.resharding.ranks import (
     CLUSTER,
     LATE_S,
@@ -33,10 +34,10 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks() -> list[dict[str, Any]]:
     """Run all cases on four ranks; return the results of each."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return forked.run(run_rank, [(rank, folder) for rank in range(WORLD)], timeout_s=240)
+    (port,) = find_free_ports(1)
+    return forked.run(run_rank, [(rank, port) for rank in range(WORLD)], timeout_s=240)
 
 
 def test_every_executor_is_bit_exact_between_any_layouts(ranks: list[dict[str, Any]]):

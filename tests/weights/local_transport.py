@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from streamrl.distributed.devices import get_local_device
 from streamrl.weights import WeightManifest
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.transport import TransportReader, TransportWriter
@@ -42,9 +43,10 @@ class Versions:
         }
 
     def publish(self, writer: TransportWriter, version: int) -> WeightManifest:
-        tensors = self.make_tensors(version).items()
+        tensors = self.make_tensors(version)
+        on_device = ((name, tensor.to(get_local_device())) for name, tensor in tensors.items())
         return publish_version(
-            tensors, version=version, bucket_bytes=self._bucket_bytes, writer=writer
+            on_device, version=version, bucket_bytes=self._bucket_bytes, writer=writer
         )
 
     def are_equal(self, tensors: dict[str, torch.Tensor], version: int) -> bool:

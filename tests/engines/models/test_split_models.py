@@ -1,12 +1,10 @@
 """Layers split over ranks, experts dealt to ranks and tokens shared by ranks, in many families."""
 
 import functools
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
 from streamrl.engines.models.tensor_parallel_support import check_trainer_split
@@ -14,10 +12,9 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from tests import forked
 from tests.engines.split_model_ranks import (
-    LR,
-    MICRO_BATCHES,
     WORLD,
     SplitCase,
+    compare_with_single_rank,
     count_on_one_of_two,
     run_alone,
     run_rank,
@@ -82,42 +79,9 @@ def test_scores_and_updates_equal_those_of_a_single_rank(case: SplitCase):
     # Each case has processes of its own: torch keeps names of groups that have ended.
     (port,) = find_free_ports(1)
     ranks = [(rank, port, case) for rank in range(WORLD)]
-    single, seen = train_alone(case.family, case.changes, case.kind), set()
-    splits = forked.run(run_rank, ranks, timeout_s=180.0)
-    for split in splits:
-        assert split["misplaced"] == [], "a shard holds the elements it describes"
-        assert split["unchanged"] and not math.isfinite(split["norms"][-1])
-        if case.dtype == "bfloat16":
-            check_masters(single, split)
-            continue
-        for index, scores in split["scores"].items():
-            seen.add(index)
-            torch.testing.assert_close(scores, single["scores"][index], atol=2e-4, rtol=2e-4)
-        assert split["norms"][:-1] == pytest.approx(single["norms"][:-1], rel=1e-4)
-        assert list(split["parameters"]) == list(single["parameters"])
-        for name, expected in single["parameters"].items():
-            difference = (split["parameters"][name] - expected).abs()
-            assert difference.max() <= 4 * LR, name
-            # Adam makes full steps of gradients that are rounding.
-            is_rounding = name.endswith(("k_proj.bias", "query_key_value.bias"))
-            assert is_rounding or (difference > 0.1 * LR).double().mean() < 0.01, name
-        if case.tensor > 1 and case.zero_stage == 0:
-            assert split["memory_bytes"] == split["kept_bytes"], "no memory of other ranks' shards"
-    assert case.dtype == "bfloat16" or seen == set(range(len(MICRO_BATCHES)))
-
-
-def check_masters(single: dict[str, Any], split: dict[str, Any]) -> None:
-    """Check that updates in bfloat16 go to float32 master weights."""
-    # The forward and backward pass in bfloat16 move the gradient's norm by some percent.
-    assert split["norms"][:-1] == pytest.approx(single["norms"][:-1], rel=0.05)
-    for name, box, masters in split["masters"]:
-        assert masters.dtype == torch.float32
-        # The published weights are those that the forward pass uses.
-        assert torch.equal(split["parameters"][name][box], masters.bfloat16()), name
-        difference = (masters - single["parameters"][name][box]).abs()
-        assert difference.max() <= 4 * LR, name
-        # An update is smaller than a bfloat16's last bit: without master weights it is lost.
-        assert difference.mean() < LR, name
+    single = train_alone(case.family, case.changes, case.kind)
+    results = compare_with_single_rank(case, single, forked.run(run_rank, ranks, timeout_s=180.0))
+    assert results["ok"], results
 
 
 def test_ranks_reduce_small_tensors_and_never_have_all_logits():

@@ -1,12 +1,10 @@
 """Broadcasts between real processes, including processes that are absent or die."""
 
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -23,88 +21,10 @@ from streamrl.weights.transports.collective import (
     CollectiveWriter,
     SharedDeadline,
 )
-from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from tests import forked
-from tests.weights.local_transport import LocalReader, LocalWriter, Versions, act_in_broadcast
+from tests.weights.broadcast_processes import TIMEOUT_S, VERSIONS, Broadcasting, Reader
+from tests.weights.local_transport import LocalReader, LocalWriter, act_in_broadcast
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-TIMEOUT_S = 12.0
-VERSIONS = Versions(*[300_000] * 4, bucket_bytes=1_200_000)
-
-
-def follow_manifests(pipe: Connection, name: str) -> None:
-    """Fetch each received manifest; reply with (tensors are right, fallback reason).
-
-    A number beside a manifest makes the process die before that broadcast.
-    """
-    collective_reader = CollectiveReader(
-        name,
-        SharedMemoryReader("policy", LocalReader()),
-        timeout_s=TIMEOUT_S,
-    )
-    pipe.send("ready")
-    while True:
-        manifest, dies_at = pipe.recv()
-        with act_in_broadcast(dies_at, lambda: os._exit(1)):
-            is_right = VERSIONS.fetch(collective_reader, manifest)
-        pipe.send((is_right, collective_reader.fallback_reason))
-
-
-class Reader:
-    """A reader in its own process, whose start takes longer than a broadcast may."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.process, self._pipe = forked.start(follow_manifests, name)
-        assert self._pipe.recv() == "ready"
-
-    def pull(self, manifest: WeightManifest, *, dies_at: int = 0) -> None:
-        self._pipe.send((manifest, dies_at))
-
-    def outcome(self) -> tuple[bool, str | None]:
-        """Return (the last version is right, fallback reason)."""
-        if not self._pipe.poll(60):
-            raise TimeoutError(self.name)
-        return self._pipe.recv()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-class Broadcasting:
-    """A publisher in this process and readers in others."""
-
-    def __init__(self) -> None:
-        self.writer = CollectiveWriter(
-            SharedMemoryWriter("broadcast", LocalWriter(), keep_versions=2),
-            host="127.0.0.1",
-            timeout_s=TIMEOUT_S,
-        )
-        self.readers: list[Reader] = []
-        self.version = -1
-
-    def add(self, *names: str) -> None:
-        self.readers += map(Reader, names)
-
-    def put(self) -> WeightManifest:
-        self.version += 1
-        self.writer.set_readers([reader.name for reader in self.readers])
-        return VERSIONS.publish(self.writer, self.version)
-
-    def round(self, readers: Sequence[Reader] | None = None) -> list[tuple[bool, str | None]]:
-        """Publish a version and return the outcomes of these readers."""
-        manifest = self.put()
-        members = self.readers if readers is None else readers
-        for reader in members:
-            reader.pull(manifest)
-        return [reader.outcome() for reader in members]
-
-    def end(self) -> None:
-        for reader in self.readers:
-            reader.end()
-        self.writer.close()
 
 
 @pytest.fixture
