@@ -83,9 +83,10 @@ class GatheringCosts(CostModel):
         trainer: CallAssignment | None,
         *,
         offload_idle: bool,
+        is_hosted: bool,
     ) -> CallFootprint:
         footprint = super()._compute_footprint(
-            stage, assignment, trainer, offload_idle=offload_idle
+            stage, assignment, trainer, offload_idle=offload_idle, is_hosted=is_hosted
         )
         if trainer is None or stage != "generate" or not is_large(self.problem.models["policy"]):
             return footprint

@@ -26,7 +26,6 @@ from streamrl.config.run_config import (
     load_config,
     with_settings,
 )
-from streamrl.engines.trainer_config import OFFLOAD
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import format_yaml
 from streamrl.placement.clusters import Cluster
@@ -95,15 +94,10 @@ def suggest_fixes(
             ParallelismChoices(PlacementEstimator(problem, costs), rules=rules)
         )
 
-    checkpointing = OFFLOAD if config.trainer.gradient_checkpointing else True
     tokens, key = config.pipeline.micro_batch_tokens, "pipeline.micro_batch_tokens"
     smaller = ({key: tokens // divisor} for divisor in MICRO_BATCH_DIVISORS)
-    lossless: list[SettingValues] = [
-        {"trainer.gradient_checkpointing": checkpointing},
-        {"trainer.offload_optimizer": True},
-        {"generator.kv_cache_mb": None},
-    ]
-    fixes = [s for s in lossless if fits(s)]
+    unset: SettingValues = {"generator.kv_cache_mb": None}
+    fixes = [unset] if fits(unset) else []
     fixes += [s for s in smaller if fits(s)][:1]
     adapters: SettingValues = {"trainer.lora_rank": LORA_RANK}
     if not fixes and not config.trainer.lora_rank and fits(adapters):

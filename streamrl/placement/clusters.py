@@ -29,6 +29,7 @@ class DeviceSpec:
     link_bytes_per_s: to other devices of the node, each direction.
     network_bytes_per_s: usual network of a whole node, each direction.
     host_bytes_per_s: between device and host memory, each direction.
+    host_memory_bytes: main memory of a usual node, per device.
     """
 
     name: str
@@ -39,9 +40,10 @@ class DeviceSpec:
     network_bytes_per_s: float
     devices_per_node: int = 8
     host_bytes_per_s: float = PCIE_4
+    host_memory_bytes: float = 128 * GB
 
 
-def _make_device(
+def _make_device(  # noqa: PLR0913
     name: str,
     teraflops: float,
     memory: tuple[float, float],
@@ -49,30 +51,36 @@ def _make_device(
     link: float,
     network: float,
     host: float = PCIE_4,
+    host_gb: float = 128,
 ) -> DeviceSpec:
-    """Make a device: `teraflops` in 1e12 FLOP/s, `memory` as (GB, GB/s), links in GB/s."""
+    """Make a device: `teraflops` in 1e12 FLOP/s, `memory` as (GB, GB/s), links in GB/s.
+
+    host_gb: main memory of a usual node per device, as clouds and makers offer it.
+    """
     capacity_gb, bandwidth_gb = memory
     sizes = (teraflops * 1e12, capacity_gb * GB, bandwidth_gb * GB, link * GB, network * GB)
-    return DeviceSpec(name, *sizes, host_bytes_per_s=host)
+    return DeviceSpec(name, *sizes, host_bytes_per_s=host, host_memory_bytes=host_gb * GB)
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _make_device("V100", 125, (32, 900), link=150, network=12.5, host=PCIE_3),
+        _make_device("V100", 125, (32, 900), link=150, network=12.5, host=PCIE_3, host_gb=64),
         _make_device("A100-40GB", 312, (40, 1555), link=300, network=200),
         _make_device("A100", 312, (80, 2039), link=300, network=200),
         _make_device("A800", 312, (80, 2039), link=200, network=200),
         # A card in a PCIe slot, without NVLink.
-        _make_device("RTX4090", 165, (24, 1008), link=32, network=12.5),
-        _make_device("H20", 148, (96, 4000), link=450, network=400, host=PCIE_5),
-        _make_device("H100", 989, (80, 3350), link=450, network=400, host=PCIE_5),
-        _make_device("H800", 989, (80, 3350), link=200, network=400, host=PCIE_5),
-        _make_device("H200", 989, (141, 4800), link=450, network=400, host=PCIE_5),
-        _make_device("B200", 2250, (180, 8000), link=900, network=400, host=PCIE_5),
+        _make_device("RTX4090", 165, (24, 1008), link=32, network=12.5, host_gb=64),
+        _make_device("H20", 148, (96, 4000), link=450, network=400, host=PCIE_5, host_gb=256),
+        _make_device("H100", 989, (80, 3350), link=450, network=400, host=PCIE_5, host_gb=256),
+        _make_device("H800", 989, (80, 3350), link=200, network=400, host=PCIE_5, host_gb=256),
+        _make_device("H200", 989, (141, 4800), link=450, network=400, host=PCIE_5, host_gb=256),
+        _make_device("B200", 2250, (180, 8000), link=900, network=400, host=PCIE_5, host_gb=256),
         # A tray holds 4 devices; the NVLink domain spans 72.
         replace(
-            _make_device("GB200", 2500, (186, 8000), link=900, network=3600, host=450 * GB),
+            _make_device(
+                "GB200", 2500, (186, 8000), link=900, network=3600, host=450 * GB, host_gb=240
+            ),
             devices_per_node=4,
         ),
         # A device is one core of a server.
@@ -91,12 +99,14 @@ class NodeGroup:
 
     network_bytes_per_s: network of a node, each direction, shared by its devices; 0 takes the
       device's usual network.
+    host_bytes: main memory of a node; 0 takes the usual one of its devices.
     """
 
     device: DeviceSpec
     devices_per_node: int
     num_nodes: int = 1
     network_bytes_per_s: float = 0.0
+    host_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.devices_per_node < 1 or self.num_nodes < 1:
@@ -113,11 +123,16 @@ class NodeGroup:
     def node_bytes_per_s(self) -> float:
         return self.network_bytes_per_s or self.device.network_bytes_per_s
 
+    @property
+    def node_host_bytes(self) -> float:
+        return self.host_bytes or self.device.host_memory_bytes * self.devices_per_node
+
     def __str__(self) -> str:
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
         gigabits = self.network_bytes_per_s * 8 / GB
         network = f"@{gigabits:.12g}Gb" if gigabits else ""
-        return f"{nodes}{self.devices_per_node}x{self.device.name}{network}"
+        host = f"+{self.host_bytes / GB:.12g}GB" if self.host_bytes else ""
+        return f"{nodes}{self.devices_per_node}x{self.device.name}{network}{host}"
 
 
 @dataclass(frozen=True)
@@ -136,8 +151,9 @@ class Cluster:
     def from_text(cls, text: str) -> "Cluster":
         """Parse a cluster: a comma-separated list of NxDEVICE or NODESxNxDEVICE, such as 2x8xA100.
 
-        A suffix @GIGABITSGb sets the network of a node. Without NODES, N devices fill nodes of the
-        device's usual size. Raise ConfigError for any other text.
+        A suffix @GIGABITSGb sets the network of a node, a suffix +GIGABYTESGB its main memory.
+        Without NODES, N devices fill nodes of the device's usual size. Raise ConfigError for any
+        other text.
         """
         try:
             return cls(tuple(_parse_group(group_text.strip()) for group_text in text.split(",")))
@@ -187,7 +203,10 @@ class Cluster:
 
 
 MIN_GIGABITS, MAX_GIGABITS = 1e-3, 1e6
-_GROUP_PATTERN = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
+MAX_HOST_GB = 1e6
+_GROUP_PATTERN = re.compile(
+    r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?(?:\+(\d{1,18})GB)?"
+)
 
 
 def _parse_group(text: str) -> NodeGroup:
@@ -195,7 +214,7 @@ def _parse_group(text: str) -> NodeGroup:
     match = _GROUP_PATTERN.fullmatch(text)
     if match is None:
         raise ConfigError(f"{text!r:.60} is not written like 8xH100 or 16x8xA100@200Gb")
-    nodes, devices, name, gigabits = match.groups()
+    nodes, devices, name, gigabits, gigabytes = match.groups()
     device = {key.lower(): device for key, device in DEVICES.items()}.get(name.lower())
     if device is None:
         nearest = suggest_nearest(name, DEVICES, "device")
@@ -203,13 +222,15 @@ def _parse_group(text: str) -> NodeGroup:
     if gigabits and not MIN_GIGABITS <= float(gigabits) <= MAX_GIGABITS:
         bounds = f"from {MIN_GIGABITS:g} to {MAX_GIGABITS:.0f}"
         raise ConfigError(f"network of {float(gigabits):g} Gb: must be {bounds}")
-    count, network = int(devices), float(gigabits or 0) * GB / 8
+    if gigabytes and not 1 <= int(gigabytes) <= MAX_HOST_GB:
+        raise ConfigError(f"main memory of {gigabytes} GB: must be from 1 to {MAX_HOST_GB:.0f}")
+    count, network, host = int(devices), float(gigabits or 0) * GB / 8, int(gigabytes or 0) * GB
     if nodes is not None or count <= device.devices_per_node:
-        return NodeGroup(device, count, int(nodes or 1), network)
+        return NodeGroup(device, count, int(nodes or 1), network, host)
     num_nodes, rest = divmod(count, device.devices_per_node)
     if rest:
         raise ConfigError(
             f"{count} {name} do not fill nodes of {device.devices_per_node};"
             f" give the number of nodes, as in 2x6x{name}"
         )
-    return NodeGroup(device, device.devices_per_node, num_nodes, network)
+    return NodeGroup(device, device.devices_per_node, num_nodes, network, host)

@@ -37,16 +37,23 @@ class CallAssignment:
     zero_stage: ZeRO stage of a trained model, as in trainer.zero_stage.
     ep_size: expert-parallel ranks among the tensor- and data-parallel ranks of a pipeline stage;
       each holds whole experts. With 1, experts are split like all other tensors.
+    is_offloaded: the call's state rests in host memory although the run's config does not say so:
+      trainer.offload_optimizer of a trained model, scorer.offload of a scoring one.
+    checkpointing: value of trainer.gradient_checkpointing, unless the config has one.
     """
 
     mesh: Mesh
     grid: RankGrid
     zero_stage: int = 1
     ep_size: int = 1
+    is_offloaded: bool = False
+    checkpointing: bool | str = False
 
     def __str__(self) -> str:
         experts = f" with {self.ep_size} expert ranks" if self.ep_size > 1 else ""
-        return f"{self.grid} on {self.mesh}{experts}"
+        saved = ", gradient_checkpointing" * bool(self.checkpointing)
+        saved += f"={self.checkpointing}" * isinstance(self.checkpointing, str)
+        return f"{self.grid} on {self.mesh}{experts}{saved}{', offloaded' * self.is_offloaded}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,8 @@ class Placement:
                 "grid": str(assignment.grid),
                 "order": assignment.grid.order,
                 "zero_stage": assignment.zero_stage,
+                "offloaded": assignment.is_offloaded,
+                "checkpointing": assignment.checkpointing,
             }
             for stage, assignment in self.assignments.items()
         }

@@ -300,7 +300,7 @@ def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
         roles = (role for role in sized if sized[role] == setting)
         present = [(role, call) for role in roles if (call := calls.get(role)) is not None]
         for (first, a), (second, b) in pairwise(present):
-            if (a.mesh.size, a.grid, a.zero_stage) != (b.mesh.size, b.grid, b.zero_stage):
+            if replace(a, mesh=b.mesh) != b or a.mesh.size != b.mesh.size:
                 return f"one setting sizes both {first} and {second}, which differ: {a} and {b}"
     return ""
 
@@ -394,6 +394,10 @@ def _apply_sizes(
     for role in filter(roles.__contains__, SERVING_ROLES):
         name, _, key = SERVING_ROLES[role].replicas.partition(".")
         section = sections.get(name, attrgetter(name)(config))
-        sections[name] = replace(section, **{key: roles[role].grid.dp_size})
+        is_generator = role == GENERATE_CALL.role
+        count = roles[role].mesh.size // (generator.grid.tp_size if is_generator else 1)
+        sections[name] = replace(section, **{key: count})
+    if any(roles[role].is_offloaded for role in SERVING_ROLES if role in roles):
+        sections["scorer"] = replace(sections.get("scorer", config.scorer), offload=True)
     # Replace all sections at once: new sizes may contradict old sizes of other sections.
     return replace(config, **sections)

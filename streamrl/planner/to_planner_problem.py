@@ -70,6 +70,7 @@ def build_planner_problem(
             {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles},
             generator,
             scores_from_host=config.scorer.offload,
+            transport=config.weights.transport,
         ),
     )
 
@@ -175,11 +176,7 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
 
 def build_run_constants(config: RunConfig, constants: CostConstants) -> CostConstants:
     """Return cost constants with the settings of a run."""
-    return replace(
-        constants,
-        max_running=config.generator.max_concurrent_rollouts,
-        recompute=bool(config.trainer.gradient_checkpointing),
-    )
+    return replace(constants, max_running=config.generator.max_concurrent_rollouts)
 
 
 def _build_run_options(config: RunConfig) -> RunOptions:

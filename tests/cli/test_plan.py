@@ -131,17 +131,32 @@ def test_unused_devices_and_run_cost_are_reported(capsys: pytest.CaptureFixture[
     assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in text
 
 
+def test_a_plan_turns_on_what_saves_the_memory_that_is_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["plan", GRPO, "--cluster", "1xH100", "--model", "qwen2.5-1.5b", "--proposals", "0"]
+    words += ["--prompt-tokens", "200", "generator.max_new_tokens=2000", "--max-staleness", "0"]
+    words += ["pipeline.micro_batch_tokens=16384", "pipeline.groups_per_step=8", "--json"]
+    code, out = run(capsys, *words, "-o", str(tmp_path / "plan.yaml"))
+    assert code == 0
+    settings = json.loads(out)["settings"]
+    saved = [
+        settings.get(f"trainer.{key}") for key in ("gradient_checkpointing", "offload_optimizer")
+    ]
+    assert any(saved)
+    trainer = load_config(tmp_path / "plan.yaml").trainer
+    assert [trainer.gradient_checkpointing or None, trainer.offload_optimizer or None] == saved
+    # The torch backend cannot offload the optimizer.
+    code, out = run(capsys, *words, "trainer.backend=torch")
+    assert code == 0
+    train = json.loads(out)["best"]["placement"]["calls"]["train"]
+    assert train["checkpointing"] and not train["offloaded"]
+
+
 @pytest.mark.parametrize(
     ("cluster", "setting", "suggested"),
     [
-        ("1xH100", "pipeline.micro_batch_tokens=16384", "trainer.offload_optimizer=true"),
         ("2xH100", "generator.kv_cache_mb=70000", "generator.kv_cache_mb=null"),
-        # This backend cannot offload the optimizer.
-        (
-            "1xH100",
-            "pipeline.micro_batch_tokens=16384 trainer.backend=torch",
-            "trainer.gradient_checkpointing=true",
-        ),
     ],
 )
 def test_suggested_fixes_let_the_run_fit(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from streamrl.engines.models.model_shapes import BF16_BYTES, ModelShape
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import OFFLOAD, TrainerConfig
 from streamrl.placement.clusters import Cluster, DeviceSpec
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment
@@ -24,6 +24,9 @@ from streamrl.planner.problem.problem import RunMemory
 from streamrl.planner.problem.workload import Workload
 from streamrl.resharding.grids import RankGrid
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec, split_stages_evenly
+
+SHARDS_PARAMETERS = 3
+"""ZeRO stage that shards the weights over replicas."""
 
 
 @cache
@@ -269,8 +272,8 @@ class CallCost:
     """Cost factors of a model on the devices of its assignment, for the workload of a step.
 
     run_memory: see `PlacementProblem`.
-    trainer: settings of a trainer of this size; None for other calls, and for layouts that streamrl
-      does not train.
+    trainer: settings of the trainer of this size whose ranks compute the call; None for other
+      calls, and for layouts that streamrl does not train.
     """
 
     shape: ModelShape
@@ -329,8 +332,25 @@ class CallCost:
         return self.on_gpu and self.trainer is not None and self.trainer.offload_optimizer
 
     @property
+    def keeps_inputs_on_host(self) -> bool:
+        trainer = self.trainer
+        return self.on_gpu and trainer is not None and trainer.gradient_checkpointing == OFFLOAD
+
+    @property
     def scores_from_host(self) -> bool:
-        return self.on_gpu and self.run_memory is not None and self.run_memory.scores_from_host
+        """Whether a scoring model of its own rests in host memory, one copy per node."""
+        if not self.on_gpu or self.run_memory is None or self.trainer is not None:
+            return False
+        return self.run_memory.scores_from_host or self.assignment.is_offloaded
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a run's data-parallel ranks each hold a part of the weights, and gather layers.
+
+        False for generators, which are never sharded so, and for other systems.
+        """
+        stage = self.assignment.zero_stage
+        return self.run_memory is not None and stage >= SHARDS_PARAMETERS and self.dp_size > 1
 
     @property
     def ep_size(self) -> int:

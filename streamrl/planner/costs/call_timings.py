@@ -5,6 +5,7 @@ import math
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.planner.costs.call_cost import (
     EXPERT_ALL_TO_ALLS,
+    SHARDS_PARAMETERS,
     CallCost,
     count_stage_params,
     count_token_flops,
@@ -15,7 +16,6 @@ from streamrl.planner.costs.constants import (
     ZERO_EXPOSED_FRACTION,
     CostConstants,
 )
-from streamrl.planner.costs.traffic import SHARDS_PARAMETERS
 from streamrl.planner.problem.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.planner.problem.workload import Workload
 
@@ -121,7 +121,7 @@ def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming
 
     loading_s: time to load offloaded weights, once a step; the step's batches share this time.
     """
-    constants, workload = cost.constants, cost.workload
+    constants, workload, shape = cost.constants, cost.workload, cost.shape
     batch = count_groups_in_batch(workload, constants)
     batches = max(1, math.ceil(workload.groups_per_step / batch / cost.dp_size))
     # A group of more than `score_tokens` tokens is computed in several micro-batches.
@@ -134,16 +134,30 @@ def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming
         + cost.expert_overhead_s
         + cost.parallel_groups.pipeline.send_latency_s
     )
+    token_s = cost.compute_s(cost.forward_token_flops, constants.forward_flops_fraction)
+    token_s += cost.communication_token_s
+    if cost.is_sharded:
+        begin_s += _compute_exposed_gather_s(cost)
     if cost.scores_from_host:
-        begin_s += cost.device_params * constants.served_bytes * cost.host_byte_s
-    compute = cost.compute_s(cost.forward_token_flops, constants.forward_flops_fraction)
+        # A layer is copied while the layer before computes; nothing hides the first.
+        held = cost.device_params / (cost.dp_size if cost.is_sharded else 1)
+        copy_s = held * constants.served_bytes * cost.host_byte_s
+        hidden_s = min(tokens, constants.score_tokens) * token_s
+        begin_s += copy_s / shape.layers + max(0.0, copy_s - hidden_s)
     return ScoreTiming(
         replicas=cost.dp_size,
         batch=batch,
         batch_s=constants.score_batch_s + (bubble * begin_s * micro_batches + loading_s) / batches,
         rollout_s=constants.score_rollout_s,
-        token_s=(compute + cost.communication_token_s) * bubble,
+        token_s=token_s * bubble,
     )
+
+
+def _compute_exposed_gather_s(cost: CallCost) -> float:
+    """Return the seconds of a forward pass in which computation does not hide gathered weights."""
+    data, num_bytes = cost.parallel_groups.data, cost.device_params * cost.constants.served_bytes
+    traffic_s = num_bytes * data.all_gather_byte_s + cost.shape.layers * data.all_gather_latency_s
+    return ZERO_EXPOSED_FRACTION * traffic_s
 
 
 def estimate_rule_timing(constants: CostConstants) -> ScoreTiming:
@@ -188,6 +202,9 @@ def estimate_train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
     compute = cost.compute_s(cost.forward_token_flops, constants.train_flops_fraction)
     token_s = passes * compute + all_reduces * cost.all_reduce_token_s + 2 * cost.send_token_s
     token_s += (passes - 1) * cost.expert_token_s - _compute_frozen_savings_s(cost, passes)
+    if cost.keeps_inputs_on_host:
+        # The inputs of layers go to the host and come back on the stream that computes.
+        token_s += 2 * cost.shape.layers * cost.hidden_bytes * cost.host_byte_s
     begin_s = (
         all_reduces * cost.all_reduce_latency_s
         + passes * cost.expert_overhead_s

@@ -30,10 +30,12 @@ from streamrl.planner.costs.generation_model import GenerationModel
 from streamrl.planner.costs.memory import (
     CallFootprint,
     DeviceMemory,
-    compute_layer_weight_bytes,
     compute_rollout_kv_bytes,
+    compute_scorer_memory,
     compute_serving_weight_bytes,
     compute_usable_bytes,
+    estimate_host_bytes,
+    estimate_library_bytes,
     estimate_state_offload_s,
     estimate_trainer_memory,
     estimate_weight_load_s,
@@ -86,6 +88,11 @@ class CostModel:
         self._train_stage_by_role = {
             call.role: call.stage for call in problem.dataflow.select_calls(CallKind.TRAIN)
         }
+        self._host_roles = {
+            call.stage: role
+            for call in problem.dataflow.ordered_calls
+            if (role := problem.find_host_role(call))
+        }
         self._model_shapes = {stage: problem.find_model(stage) for stage in self._call_by_stage}
         self._call_cost = cache(self._make_call_cost)
         self._score_timing = cache(self._compute_score_timing)
@@ -106,10 +113,12 @@ class CostModel:
         for stage, call in self._call_by_stage.items():
             if call.kind is CallKind.SCORE:
                 assignment = placement.assignments.get(stage)
-                timing = self._score_timing(
-                    stage, assignment, offload_idle=self._is_offloaded_when_idle(stage, placement)
+                score[stage] = self._score_timing(
+                    stage,
+                    assignment,
+                    offload_idle=self._is_offloaded_when_idle(stage, placement),
+                    is_hosted=self._is_hosted(stage, placement),
                 )
-                score[stage] = timing
             elif call.kind is CallKind.TRAIN:
                 train[call.role] = self._train_timing(
                     stage,
@@ -125,7 +134,9 @@ class CostModel:
             score,
             train,
             weights={
-                stage: self._weights_timing(stage, placement.assignments[source], assignment)
+                stage: WeightsTiming()
+                if self._is_hosted(stage, placement)
+                else self._weights_timing(stage, placement.assignments[source], assignment)
                 for stage, call in self._call_by_stage.items()
                 if (assignment := placement.assignments.get(stage))
                 and (source := self._find_source_stage(call))
@@ -143,9 +154,27 @@ class CostModel:
         A dimension of a model does not divide, replicas outnumber rollouts, or memory is short.
         """
         for stage, assignment in placement.assignments.items():
-            if wrong := self._find_misfit(stage, assignment):
+            if wrong := self._find_misfit(stage, assignment) or self._find_homeless(
+                stage, placement
+            ):
                 return wrong
         return self._build_device_memory(placement).explain_infeasible() or self._refuse(placement)
+
+    def _is_hosted(self, stage: str, placement: Placement) -> bool:
+        """Return whether the ranks of a trained model also compute this scoring call."""
+        host = placement.assignments.get(
+            self._train_stage_by_role.get(self._host_roles.get(stage, ""), "")
+        )
+        return host is not None and host.mesh == placement.assignments[stage].mesh
+
+    def _find_homeless(self, stage: str, placement: Placement) -> str:
+        """Return why a call cannot share devices with the trained model it belongs to, or ""."""
+        role, call = self._host_roles.get(stage), placement.assignments[stage]
+        host = placement.assignments.get(self._train_stage_by_role.get(role or "", ""))
+        if host is None or not host.mesh.overlaps(call.mesh):
+            return ""
+        layouts = {(item.mesh, item.grid, item.zero_stage) for item in (host, call)}
+        return f"{stage} on {call}: the ranks of {role} compute it, {host}" * (len(layouts) > 1)
 
     def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
         """Return the seconds of a stage's work for a step, with no other stage on its devices.
@@ -175,7 +204,9 @@ class CostModel:
             timing = estimate_generator_timing(cost, free_bytes)
             return self._generation_model(stage).find_completions_s(timing, (1.0,))[0]
         if call.kind is CallKind.SCORE:
-            score_timing = self._score_timing(stage, assignment)
+            score_timing = self._score_timing(
+                stage, assignment, is_hosted=self._host_roles.get(stage) == POLICY
+            )
             return score_duration_s(score_timing, cost.workload, cost.workload.group_size)
         train_timing = self._train_timing(stage, assignment)
         return train_duration(train_timing, cost.workload).total_s + train_timing.step_s
@@ -187,7 +218,10 @@ class CostModel:
         """Return the bytes left on devices without other calls; None if the call does not fit."""
         if self._find_misfit(stage, assignment):
             return None
-        footprint = self._call_footprint(stage, assignment, None, offload_idle=False)
+        is_hosted = self._host_roles.get(stage) == POLICY
+        footprint = self._call_footprint(
+            stage, assignment, None, offload_idle=False, is_hosted=is_hosted
+        )
         free_bytes = self._find_min_usable_bytes(assignment) - footprint.memory.resident_bytes
         return (
             None
@@ -239,25 +273,36 @@ class CostModel:
             return replace(workload, group_size=1)
         return workload
 
-    def _make_call_cost(self, stage: str, assignment: CallAssignment) -> CallCost:
-        run, role = self.problem.run_memory, self._call_by_stage[stage].role
-        is_trained = run is not None and self._call_by_stage[stage].kind is CallKind.TRAIN
+    def _make_call_cost(
+        self, stage: str, assignment: CallAssignment, *, is_hosted: bool = False
+    ) -> CallCost:
+        run, call = self.problem.run_memory, self._call_by_stage[stage]
+        constants, trainer = self._role_constants.get(call.role, self.constants), None
+        if run is not None and (is_hosted or call.kind is CallKind.TRAIN):
+            role = self._host_roles[stage] if is_hosted else call.role
+            trainer = _size_trainer(run.trainers[role], assignment)
+            constants = replace(constants, recompute=bool(trainer.gradient_checkpointing))
         return CallCost(
             self._get_model_shape(stage),
             assignment,
             self._call_workload(stage),
             self.problem.cluster,
-            self._role_constants.get(role, self.constants),
+            constants,
             run,
-            _size_trainer(run.trainers[role], assignment) if run and is_trained else None,
+            trainer,
         )
 
     def _compute_score_timing(
-        self, stage: str, assignment: CallAssignment | None, *, offload_idle: bool = False
+        self,
+        stage: str,
+        assignment: CallAssignment | None,
+        *,
+        offload_idle: bool = False,
+        is_hosted: bool = False,
     ) -> ScoreTiming:
         if assignment is None:
             return estimate_rule_timing(self.constants)
-        cost = self._call_cost(stage, assignment)
+        cost = self._call_cost(stage, assignment, is_hosted=is_hosted)
         # A follower gets its weights from the trainer.
         loads_weights = offload_idle and not self._find_source_stage(self._call_by_stage[stage])
         return estimate_score_timing(cost, estimate_weight_load_s(cost) if loads_weights else 0.0)
@@ -313,7 +358,11 @@ class CostModel:
             partner = partner if partner and partner.mesh == assignment.mesh else None
             offload_idle = self._is_offloaded_when_idle(stage, placement)
             footprints[stage] = self._call_footprint(
-                stage, assignment, partner, offload_idle=offload_idle
+                stage,
+                assignment,
+                partner,
+                offload_idle=offload_idle,
+                is_hosted=self._is_hosted(stage, placement),
             )
         return DeviceMemory(
             placement,
@@ -339,20 +388,24 @@ class CostModel:
         partner: CallAssignment | None,
         *,
         offload_idle: bool,
+        is_hosted: bool,
     ) -> CallFootprint:
         """Return the memory needs of a call on each of its devices.
 
         partner: assignment of the trainer that the call follows, or of the generator that follows
-        this trainer, if both share a mesh.
+        this trainer, if both share a mesh. is_hosted: the trainer's ranks compute the call.
         """
-        call, cost = self._call_by_stage[stage], self._call_cost(stage, assignment)
+        call = self._call_by_stage[stage]
+        cost = self._call_cost(stage, assignment, is_hosted=is_hosted)
         weights, is_run = f"{call.role} {assignment}", cost.run_memory is not None
+        is_in_trainer = is_hosted or (call.kind is CallKind.GENERATE and partner is not None)
+        host = estimate_host_bytes(cost, call.kind, is_in_trainer=is_in_trainer)
         if call.kind is CallKind.TRAIN:
             memory = train_memory(cost, offload_idle=offload_idle)
             if partner is not None and is_run:
                 update = self._estimate_worker(stage, assignment, partner).update_buffers
                 memory = replace(memory, active_bytes=max(memory.active_bytes, update))
-            return CallFootprint(call.kind, memory, f"{weights} trained")
+            return CallFootprint(call.kind, memory, f"{weights} trained", host=host)
         memory = CallMemory(compute_serving_weight_bytes(cost), 0.0)
         if partner is not None and not is_run:
             # The weights alias the trainer's memory where layouts coincide; the rest is filled with
@@ -362,13 +415,17 @@ class CostModel:
         elif partner is not None and call.kind is CallKind.GENERATE:
             worker = self._estimate_worker(self._find_source_stage(call), partner, assignment)
             memory = CallMemory(worker.serving_weights, 0.0)
+        libraries = estimate_library_bytes(cost, call.kind, is_in_trainer=is_in_trainer)
         if call.kind is CallKind.SCORE:
-            if cost.scores_from_host:
-                memory = CallMemory(compute_layer_weight_bytes(cost), 0.0)
+            if is_run:
+                memory = compute_scorer_memory(cost)
+                memory = replace(memory, resident_bytes=0.0) if is_hosted else memory
             elif offload_idle and self.constants.offloads_weights:
                 memory = CallMemory(0.0, memory.peak_bytes)
             active = memory.active_bytes + score_active_bytes(cost)
-            return CallFootprint(call.kind, CallMemory(memory.resident_bytes, active), weights)
+            memory = CallMemory(memory.resident_bytes + libraries, active)
+            return CallFootprint(call.kind, memory, weights, host=host)
+        memory = replace(memory, resident_bytes=memory.resident_bytes + libraries)
         workload, set_kv = cost.workload, self.problem.kv_cache_bytes
         least_kv = compute_rollout_kv_bytes(cost, workload.max_rollout_tokens)
         replica_rollouts = math.ceil(workload.sampled_workload.num_rollouts / cost.dp_size)
@@ -379,6 +436,7 @@ class CostModel:
             max(set_kv, least_kv),
             set_kv or replica_rollouts * least_kv,
             set_kv or self.constants.max_running * least_kv,
+            host,
         )
 
 
@@ -395,4 +453,6 @@ def make_trainer_sizes(trainer: TrainerConfig, assignment: CallAssignment) -> di
         "tensor_parallel": tp_size,
         "zero_stage": assignment.zero_stage,
         "backend": "torch" if tp_size > 1 else trainer.backend,
+        "offload_optimizer": trainer.offload_optimizer or assignment.is_offloaded,
+        "gradient_checkpointing": assignment.checkpointing or trainer.gradient_checkpointing,
     }

@@ -19,13 +19,22 @@ from streamrl.engines.memory.training_memory import (
     TrainingSizes,
     estimate_rank_memory,
 )
-from streamrl.engines.memory.worker_memory import WorkerMemory
+from streamrl.engines.memory.worker_memory import (
+    CUDA_CONTEXT_BYTES,
+    NCCL_GROUP_BYTES,
+    WorkerMemory,
+)
 from streamrl.engines.models.model_shapes import ModelShape
-from streamrl.engines.trainer_config import HEAD_CHUNK_TOKENS, TrainerConfig
-from streamrl.placement.clusters import GB, Cluster, DeviceSpec
+from streamrl.engines.trainer_config import HEAD_CHUNK_TOKENS, LIVE_ELEMENTS, TrainerConfig
+from streamrl.placement.clusters import GB, GIB, Cluster, DeviceSpec
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
-from streamrl.planner.costs.call_cost import CallCost, build_model_spec, is_expert_tensor
+from streamrl.planner.costs.call_cost import (
+    SHARDS_PARAMETERS,
+    CallCost,
+    build_model_spec,
+    is_expert_tensor,
+)
 from streamrl.planner.costs.call_timings import (
     SHARDS_GRADIENTS,
     SHARDS_OPTIMIZER,
@@ -35,7 +44,6 @@ from streamrl.planner.costs.call_timings import (
     count_replica_tokens,
 )
 from streamrl.planner.costs.constants import CostConstants
-from streamrl.planner.costs.traffic import SHARDS_PARAMETERS
 from streamrl.planner.problem.problem import CallMemory
 
 GATHERED_LAYERS = 2
@@ -46,14 +54,17 @@ KV_BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class TrainStateBytes:
-    """Bytes per device of a trained model: weights, gradients, optimizer state, and what the worse
-    of micro-batches and updates needs besides.
+    """Bytes per device of a trained model.
+
+    active: what the worse of micro-batches and updates needs besides the state.
+    libraries: CUDA's context and NCCL's buffers of a run.
     """
 
     weights: float
     gradients: float
     optimizer: float
     active: float
+    libraries: float = 0.0
 
     @classmethod
     def from_call_cost(cls, cost: CallCost) -> "TrainStateBytes":
@@ -61,7 +72,7 @@ class TrainStateBytes:
         if cost.trainer is not None:
             held = estimate_trainer_memory(cost, cost.trainer)
             used = max(held.activations, held.update_buffers)
-            return cls(held.weights, held.gradients, held.optimizer, used)
+            return cls(held.weights, held.gradients, held.optimizer, used, held.libraries)
         constants, stage = cost.constants, cost.assignment.zero_stage
         trained_fraction = cost.shape.trained_fraction
 
@@ -83,7 +94,7 @@ class TrainStateBytes:
 
     @property
     def total_bytes(self) -> float:
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.libraries
 
     def offloaded_bytes(self, constants: CostConstants) -> float:
         optimizer = self.optimizer if constants.offloads_optimizer else 0.0
@@ -197,10 +208,73 @@ def compute_serving_weight_bytes(cost: CallCost) -> float:
     return cost.device_params * cost.constants.served_bytes
 
 
-def compute_layer_weight_bytes(cost: CallCost) -> float:
-    """Return the bytes of the weights outside of layers, and of a layer."""
+def compute_scorer_memory(cost: CallCost) -> CallMemory:
+    """Return the bytes of the weights of a run's scoring model, whole, sharded or on the host.
+
+    Sharded and resting weights pass through the device layer by layer.
+    """
+    whole = compute_serving_weight_bytes(cost)
     outside = cost.shape.embedding_params / cost.shape.num_params
-    return compute_serving_weight_bytes(cost) * (outside + (1 - outside) / cost.shape.layers)
+    passing = whole * (outside + (1 - outside) * min(1.0, GATHERED_LAYERS / cost.shape.layers))
+    if cost.is_sharded:
+        kept = min(whole, LIVE_ELEMENTS * cost.constants.served_bytes)
+        return CallMemory(
+            0.0 if cost.scores_from_host else whole / cost.dp_size, max(passing, kept)
+        )
+    return CallMemory(passing if cost.scores_from_host else whole, 0.0)
+
+
+def estimate_library_bytes(cost: CallCost, kind: CallKind, *, is_in_trainer: bool) -> float:
+    """Return GPU memory besides tensors of a call that a run does not train.
+
+    The actor of a split generator has a context of its own on the first device of its processes.
+    is_in_trainer: the call is computed by a trainer's process.
+    """
+    if not cost.on_gpu or cost.run_memory is None or is_in_trainer:
+        return 0.0
+    groups = (cost.tp_size > 1) + (kind is CallKind.SCORE and cost.is_sharded)
+    contexts = 1 + (kind is CallKind.GENERATE and cost.tp_size > 1)
+    return CUDA_CONTEXT_BYTES * contexts + NCCL_GROUP_BYTES * groups
+
+
+HOST_PROCESS_BYTES = 2 * GIB
+"""Main memory of a process with torch, CUDA and vLLM besides tensors; not measured here."""
+HOST_OPTIMIZER_BYTES = 16
+"""Main memory per trained parameter of DeepSpeed's offloaded optimizer: moments, master weights
+and gradients in float32."""
+SHARED_VERSIONS = 3
+"""Versions of a model in a node's shared memory: two published ones, and one being written."""
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Main memory of a call: for each of its ranks, and for all ranks of a node together."""
+
+    per_rank: float = 0.0
+    per_node: float = 0.0
+
+
+def estimate_host_bytes(cost: CallCost, kind: CallKind, *, is_in_trainer: bool) -> HostBytes:
+    """Return the main memory that a run's call takes on nodes with GPUs."""
+    if not cost.on_gpu or cost.run_memory is None:
+        return HostBytes()
+    per_rank, per_node = 0.0 if is_in_trainer else float(HOST_PROCESS_BYTES), 0.0
+    moves_by_memory = cost.cluster.num_nodes == 1
+    whole = cost.shape.num_params * cost.constants.served_bytes
+    if kind is CallKind.TRAIN:
+        per_node = whole * cost.shape.trained_fraction * (SHARED_VERSIONS if moves_by_memory else 1)
+        if cost.updates_on_host:
+            per_rank += HOST_OPTIMIZER_BYTES * cost.sharded_params * cost.shape.trained_fraction
+        if cost.keeps_inputs_on_host:
+            tokens = find_max_train_tokens(cost)
+            per_rank += tokens * cost.shape.layers * cost.hidden_bytes
+    elif kind is CallKind.GENERATE and not is_in_trainer and not moves_by_memory:
+        per_rank += compute_serving_weight_bytes(cost)
+    elif cost.scores_from_host and cost.is_sharded:
+        per_rank += compute_serving_weight_bytes(cost) / cost.dp_size
+    elif cost.scores_from_host and kind is CallKind.SCORE:
+        per_node = whole
+    return HostBytes(per_rank, per_node)
 
 
 def estimate_weight_load_s(cost: CallCost) -> float:
@@ -233,6 +307,7 @@ class CallFootprint:
     min_kv_bytes: KV cache of the longest rollout, or the size that the run sets.
     step_kv_bytes: KV cache of all rollouts of a step.
     max_kv_bytes: KV cache of the maximum of concurrent rollouts.
+    host: main memory of the nodes.
     """
 
     kind: CallKind
@@ -241,6 +316,7 @@ class CallFootprint:
     min_kv_bytes: float = 0.0
     step_kv_bytes: float = 0.0
     max_kv_bytes: float = 0.0
+    host: HostBytes = HostBytes()
 
 
 @dataclass(frozen=True)
@@ -338,7 +414,36 @@ class DeviceMemory:
         if not shortages:
             return ""  # no call is placed yet
         missing, fullest = max(shortages, key=lambda entry: entry[0])
-        return self._explain_shortage(fullest) if missing > 0 else ""
+        return self._explain_shortage(fullest) if missing > 0 else self._explain_host_shortage()
+
+    def _explain_host_shortage(self) -> str:
+        """Return why the main memory of a node is short, with its sum; "" if it suffices."""
+        cluster, calls = self.cluster, self.placement.assignments
+        placed = [(stage, self.footprints[stage].host) for stage in calls]
+        placed = [(stage, host) for stage, host in placed if host.per_rank or host.per_node]
+        spans = {
+            stage: (
+                cluster.find_node(calls[stage].mesh.first),
+                cluster.find_node(calls[stage].mesh.devices[-1]),
+            )
+            for stage, _ in placed
+        }
+        for node in sorted({first for first, _ in spans.values()}):
+            parts = {
+                stage: host.per_node
+                + host.per_rank * calls[stage].mesh.count_devices_per_node(cluster)
+                for stage, host in placed
+                if spans[stage][0] <= node <= spans[stage][1]
+            }
+            stage = next(stage for stage in parts if spans[stage][0] == node)
+            has = cluster.find_node_group(calls[stage].mesh.first).node_host_bytes
+            if sum(parts.values()) > has:
+                terms = ", ".join(f"{s} {_format_gb(size)}" for s, size in parts.items())
+                return (
+                    f"node {node}: needs {_format_gb(sum(parts.values()))} GB of main memory; it"
+                    f" has {_format_gb(has)}: {terms}"
+                )
+        return ""
 
     @property
     def _device_ranges(self) -> list[DeviceRange]:

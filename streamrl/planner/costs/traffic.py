@@ -12,11 +12,8 @@ from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment
-from streamrl.planner.costs.call_cost import find_max_stage_params
+from streamrl.planner.costs.call_cost import SHARDS_PARAMETERS, find_max_stage_params
 from streamrl.planner.costs.constants import HOST_FRACTION, CostConstants
-
-SHARDS_PARAMETERS = 3
-"""ZeRO stage that shards the weights over replicas."""
 
 
 @dataclass(frozen=True)

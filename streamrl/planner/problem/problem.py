@@ -1,17 +1,19 @@
 """Input and output of the planner: problem, options of the run, memory of a call and estimate."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from streamrl.dataflow import CallKind, Dataflow
+from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, Dataflow, ModelCall
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.models.model_shapes import ModelShape
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import OFFLOAD, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.config import DEFAULT_SLICE_S
 from streamrl.planner.problem.workload import Workload
+from streamrl.resharding.grids import RankGrid
+from streamrl.weights.config import AUTO
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,35 @@ class RunMemory:
     generator: settings of the generator; a placement sets its size.
     scores_from_host: weights of models that score stay in host memory (scorer.offload), and pass to
       the device in every forward pass.
+    transport: weights.transport.
     """
 
     trainers: Mapping[str, TrainerConfig]
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     scores_from_host: bool = False
+    transport: str = AUTO
+
+    def list_savings(
+        self, call: ModelCall, grid: RankGrid, zero_stage: int
+    ) -> Sequence[tuple[bool, bool | str]]:
+        """Return what a placement may add to the config to save a call's memory on GPUs.
+
+        Pairs of `is_offloaded` and `checkpointing` of an assignment, the fastest first. What the
+        config sets stays.
+        """
+        if call.kind is CallKind.SCORE:
+            return [(False, False)] if self.scores_from_host else [(False, False), (True, False)]
+        if call.kind is CallKind.GENERATE:
+            return [(False, False)]
+        trainer = self.trainers[call.role]
+        checkpointings = {False: (False, True, OFFLOAD), True: (False, OFFLOAD), OFFLOAD: (False,)}
+        # As `TrainerConfig` checks: an offloaded optimizer is DeepSpeed's, with ZeRO.
+        can_offload = trainer.backend == "deepspeed" and grid.tp_size == 1 and zero_stage > 0
+        return [
+            (is_offloaded, checkpointing)
+            for is_offloaded in (False, True)[: 1 + (can_offload and not trainer.offload_optimizer)]
+            for checkpointing in checkpointings[trainer.gradient_checkpointing]
+        ]
 
 
 @dataclass(frozen=True)
@@ -87,6 +113,18 @@ class PlacementProblem:
         """Return the shape of the model that a stage computes with; None without a model."""
         call = next(call for call in self.dataflow.calls if call.stage == stage)
         return self.models.get(call.role) or self.models.get(call.followed_role)
+
+    def find_host_role(self, call: ModelCall) -> str:
+        """Return the trained role whose ranks compute a scoring call where both share devices.
+
+        Values are computed by their critic; a fixed reference of a policy with adapters always by
+        the policy, below its adapters. Empty for a model of its own, and for other systems.
+        """
+        if self.run_memory is None or call.kind is not CallKind.SCORE:
+            return ""
+        if call.role == EMA_REFERENCE and not call.followed_role:
+            return POLICY if self.models[POLICY].adapter_params else ""
+        return "" if call.followed_role == EMA_REFERENCE else call.followed_role
 
     @property
     def placed_stages(self) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TypeVar
 
-from streamrl.dataflow import EMA_REFERENCE, CallKind, Dataflow, ModelCall
+from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, Dataflow, ModelCall
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, list_node_edges, list_part_edges
@@ -38,11 +38,13 @@ def group_roles_by_model(problem: PlacementProblem) -> list[tuple[str, ...]]:
 
 
 def list_placed_roles(problem: PlacementProblem) -> list[str]:
+    """Return the roles with devices; a reference below adapters has those of the policy."""
     placed = set(problem.placed_stages)
     return [
         role
         for role, calls in problem.dataflow.calls_by_role.items()
         if any(call.stage in placed for call in calls)
+        and not any(problem.find_host_role(call) == POLICY for call in calls)
     ]
 
 
@@ -149,6 +151,19 @@ class ParallelismChoices:
             role: [call.stage for call in self.problem.dataflow.calls_by_role[role]]
             for role in self.roles
         }
+        hosts = {
+            call.role: self.problem.find_host_role(call) for call in self.problem.dataflow.calls
+        }
+        for role in hosts.keys() - set(self.roles):
+            if hosts[role]:
+                calls = self.problem.dataflow.calls_by_role[role]
+                self.stages_by_role[hosts[role]] += [call.stage for call in calls]
+        self._host_roles = {role: hosts[role] for role in self.roles if hosts[role]}
+        self._scorer_roles = [
+            role
+            for role in self.roles
+            if self.problem.dataflow.calls_by_role[role][0].kind is CallKind.SCORE
+        ]
         self._find_alone_duration_s = cache(self._compute_alone_duration)
         self._find_role_bytes = cache(self._compute_role_bytes)
         self._sorted_options = cache(self._sort_options)
@@ -227,19 +242,35 @@ class ParallelismChoices:
         """List what the rules allow, whether or not it fits."""
         shape = self.problem.find_model(self.stages_by_role[role][0])
         assert shape is not None
-        call = self.problem.dataflow.calls_by_role[role][0]
+        call, run = self.problem.dataflow.calls_by_role[role][0], self.problem.run_memory
+        if self.problem.cluster.is_cpu:
+            run = None
         return [
-            CallAssignment(mesh, grid, zero)
+            CallAssignment(mesh, grid, zero, 1, is_offloaded, checkpointing)
             for grid in list_grids(mesh, self.problem.cluster, shape)
             for zero in self._split_rules(call, grid)
+            for is_offloaded, checkpointing in (
+                run.list_savings(call, grid, zero) if run else [(False, False)]
+            )
         ]
 
     def make_placement(
         self, roles: RoleAssignments, ahead: int = 0, *, streamed: bool = True
     ) -> Placement:
+        """Return a placement; the ranks of a trained model compute calls on its devices."""
+        hosted = {
+            role: replace(roles[host], is_offloaded=False, checkpointing=False)
+            for role, host in self._host_roles.items()
+            if role in roles and host in roles and roles[role].mesh == roles[host].mesh
+        }
+        placed = dict(roles) | hosted
+        # scorer.offload is one setting of all models that only score.
+        scorers = [role for role in self._scorer_roles if role in roles and role not in hosted]
+        if any(roles[role].is_offloaded for role in scorers):
+            placed |= {role: replace(roles[role], is_offloaded=True) for role in scorers}
         calls = {
             stage: assignment
-            for role, assignment in roles.items()
+            for role, assignment in placed.items()
             for stage in self.stages_by_role[role]
         }
         return Placement(calls, ahead, streamed)
