@@ -4,15 +4,20 @@
 are on two devices (`MixedDevicesError`). Copies of tensors to the CPU are counted.
 torch can register such a device once per process and cannot take it back.
 
+A copy to the GPU on a side stream runs as late as it may on a GPU: once another stream or the host
+waits for it. Until then its result is not a number.
+
 Stricter than a GPU: indices and masks must be on the device, where CUDA would copy them.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -117,6 +122,8 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": CPU}
     result = func(*_unwrap(args), **_unwrap(kwargs))
+    if name in COPIES and is_result_on_gpu and not on_gpu:
+        result = GpuModule.stream_in_use.run_copy(result)
     if func._schema.is_mutable and not name.startswith("c10d"):
         return _find_written(func, args, kwargs)
     return tree_map(_wrap, result) if is_result_on_gpu else result
@@ -160,14 +167,75 @@ def _find_written(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return written[0] if len(schema.returns) == 1 else tuple(written)
 
 
+class StreamCall(NamedTuple):
+    """What a stream was told: "copy", "wait" for an event, "record" an event, or a test's word.
+
+    subject: the event; of a copy, the array with the copied bytes.
+    """
+
+    stream: "SimulatedStream"
+    action: str
+    subject: Any
+
+
+class SimulatedEvent(NamedTuple):
+    """Point in the work of a stream, behind its first `num_copies`."""
+
+    stream: "SimulatedStream"
+    num_copies: int
+
+
+class SimulatedStream:
+    """Stream of the simulated GPU. calls: those of all streams, in the order of the host."""
+
+    calls: ClassVar[list[StreamCall]] = []
+
+    def __init__(self, *, is_default: bool = False) -> None:
+        self._is_default = is_default
+        self._queued: list[Callable[[], object]] = []
+        self._num_run = 0
+
+    def run_copy(self, result: Tensor) -> Tensor:
+        """Return the memory of a copy, which on the default stream is complete."""
+        if self._is_default:
+            return result
+        source = result.reshape(-1).view(torch.uint8).numpy()
+        memory = np.full(result.nbytes, 255, np.uint8)  # not a number in any dtype of weights
+        self._queued.append(lambda: np.copyto(memory, source))
+        self.note("copy", weakref.ref(memory))
+        return torch.from_numpy(memory).view(result.dtype).view(result.shape)
+
+    def _run_until(self, num_copies: int) -> None:
+        for _ in range(num_copies - self._num_run):
+            self._queued.pop(0)()
+            self._num_run += 1
+
+    def note(self, action: str, subject: Any) -> None:
+        self.calls.append(StreamCall(self, action, subject))
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        self.note("wait", event)
+        event.stream._run_until(event.num_copies)
+
+    def record_event(self) -> SimulatedEvent:
+        event = SimulatedEvent(self, self._num_run + len(self._queued))
+        self.note("record", event)
+        return event
+
+    def synchronize(self) -> None:
+        self._run_until(self._num_run + len(self._queued))
+
+
 class GpuModule:
     """Functions of `torch.cuda` for the simulated GPU.
 
-    num_waits: waits for the work of all streams.
+    num_waits: waits for the work of all streams. stream_in_use: the stream of this process's work.
     """
 
     is_found = True
     num_waits = 0
+    stream_in_use = SimulatedStream(is_default=True)
+    Stream = SimulatedStream
 
     def is_available(self) -> bool:
         return self.is_found
@@ -194,8 +262,13 @@ class GpuModule:
             cudaHostUnregister=lambda address: 0,
         )
 
-    def current_stream(self) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: None)
+    def current_stream(self) -> SimulatedStream:
+        return self.stream_in_use
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        with mock.patch.object(GpuModule, "stream_in_use", stream):
+            yield
 
     def empty_cache(self) -> None:
         pass

@@ -22,6 +22,8 @@ TRANSPORT_MODULES = {
 """Module of `weights/transports` by the value of `weights.transport` that selects it."""
 TRANSPORTS = (AUTO, *TRANSPORT_MODULES)
 TRANSPORT_LABELS = {name: module.replace("_", " ") for name, module in TRANSPORT_MODULES.items()}
+RUN_TOKEN_ENV = "STREAMRL_RUN_TOKEN"
+"""Environment variable: distinguishes the shared memory of a run on a machine."""
 KV_CACHE_MODES = ("recompute", "keep")
 EXACT_LOGPROB_LIMIT = 3e-4
 ROUNDED_LOGPROB_LIMIT = 0.1

@@ -77,7 +77,7 @@ class PinnedFile:
         self.memory = np.frombuffer(mapping, np.uint8)
         address = self.memory.ctypes.data
         if pin_host_memory(address, num_bytes):
-            weakref.finalize(self, unpin_host_memory, address)
+            weakref.finalize(self, unpin_host_memory, address).atexit = False
 
 
 class PinnedFiles:

@@ -41,6 +41,8 @@ from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.messages import Columns
 from streamrl.weights.buckets import publish_version, unpack_tensors
+from tests.engines.tiny_groups import make_groups
+from tests.engines.tiny_qwen import save, tiny_model
 from tests.simulated_gpu import (
     CPU,
     GPU,
@@ -48,10 +50,14 @@ from tests.simulated_gpu import (
     GpuModule,
     MixedDevicesError,
     SimulatedGpu,
+    SimulatedStream,
+    StreamCall,
     use_simulated_gpu,
 )
 from tests.weights.local_transport import LocalReader, LocalWriter
 
+LAYERS = 5
+"""Layers of the model whose offload is watched."""
 Measurements = dict[str, Any]
 Groups = Mapping[str, Columns]
 
@@ -191,6 +197,69 @@ def compare_scores(path: str, groups: Groups) -> Measurements:
     return {"difference": max(differences), **{n: offloaded[n] for n in ("layers", "others")}}
 
 
+def watch_offload() -> Measurements:
+    """Score micro-batches with layers in host memory, on streams whose calls are recorded.
+
+    Then load other weights. Returns whether log-probabilities equal those of a model on the GPU;
+    the calls of the stream that computes; copies (c) and layers (l) as the host queued them; and
+    the most layers whose memory existed at once on the GPU.
+    """
+    newer = dict(tiny_model(tied=False, seed=2, layers=LAYERS).named_parameters())
+    columns = make_groups(num_groups=1, group_size=6)["0:0:0"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(tiny_model(tied=False, seed=1, layers=LAYERS), Path(folder))
+        scorers = [
+            LogprobScorer(
+                path,
+                temperature=1.0,
+                micro_batch_tokens=64,
+                dtype="float32",
+                options=ModelLoadOptions(keeps_layers_on_host=keeps_layers),
+            )
+            for keeps_layers in (False, True)
+        ]
+    stream, num_resident = GpuModule.stream_in_use, list[int]()
+
+    def note_layer(*_: object) -> None:
+        stream.note("compute", None)
+        copies = (call.subject for call in SimulatedStream.calls if call.action == "copy")
+        num_resident.append(sum(memory() is not None for memory in copies))
+
+    for layer in scorers[1]._model.model.layers:
+        layer.register_forward_pre_hook(note_layer)
+    scores, calls = list[Any](), list[StreamCall]()
+    for version in range(2):
+        for scorer in scorers:
+            SimulatedStream.calls.clear()
+            scores.append(scorer.compute_ref_logprobs(columns)["ref_logprobs"])
+            calls += SimulatedStream.calls if not version else ()
+            scorer.copy_weights(newer)
+    return {
+        "equal": [bool((scores[i] == scores[i + 1]).all()) for i in (0, 2)],
+        "is_updated": bool((scores[1] != scores[3]).any()),
+        "compute stream": [call.action for call in calls if call.stream is stream],
+        "layers": LAYERS,
+        "queued": "".join({"copy": "c", "compute": "l"}.get(call.action, "") for call in calls),
+        "released": list_released(calls, stream),
+        "resident": max(num_resident),
+    }
+
+
+def list_released(calls: list[StreamCall], compute_stream: SimulatedStream) -> list[int]:
+    """Return for each copy how many layers have computed at the last event that it waits for."""
+    computed, at_event, waited, result = 0, dict[int, int](), 0, list[int]()
+    for call in calls:
+        if call.action == "compute":
+            computed += 1
+        elif call.stream is compute_stream and call.action == "record":
+            at_event[id(call.subject)] = computed
+        elif call.action == "wait" and call.stream is not compute_stream:
+            waited = max(waited, at_event.get(id(call.subject), 0))
+        elif call.action == "copy":
+            result.append(waited)
+    return result
+
+
 def publish_and_pull(path: str, groups: Groups) -> Measurements:
     """Publish a trainer's weights, load them into a scorer, compare its parameters.
 
@@ -278,6 +347,7 @@ def run_all(path: str) -> Measurements:
     groups = make_tiny_groups(path)
     results: dict[str, Any] = {
         "scores": compare_scores(path, groups),
+        "offload": watch_offload(),
         **{kind: compare_training(kind, path, groups) for kind in ("lora", "two heads")},
         "weights": publish_and_pull(path, groups),
         "resharding": reshard(path, groups),

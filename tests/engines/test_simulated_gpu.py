@@ -27,6 +27,28 @@ def test_scorers_compute_on_the_gpu_what_they_compute_on_the_cpu(results: dict[s
     assert (scores["layers"], scores["others"]) == (["cpu"], ["simgpu"]), "layers in host memory"
 
 
+def test_layers_in_host_memory_change_no_bit(results: dict[str, Any]):
+    """Nor once another version is loaded. A layer that computed before its copy would give NaN."""
+    assert results["offload"]["equal"] == [True, True] and results["offload"]["is_updated"]
+
+
+def test_each_layer_is_copied_while_the_layer_before_computes(results: dict[str, Any]):
+    offload = results["offload"]
+    computed = offload["queued"].count("l")
+    assert computed >= 2 * offload["layers"], "several passes"
+    assert offload["queued"] == "cc" + "lc" * (computed - 1) + "l", "one ahead"
+    assert offload["compute stream"] == ["wait", "compute", "record"] * computed
+
+
+def test_two_layers_at_most_are_on_the_gpu_and_memory_is_taken_once_it_is_free(
+    results: dict[str, Any],
+):
+    offload = results["offload"]
+    assert offload["resident"] == 2
+    copies = range(offload["queued"].count("c"))
+    assert offload["released"] == [max(0, number - 1) for number in copies]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainers_train_on_the_gpu_as_on_the_cpu(kind: str, results: dict[str, Any]):
     training = results[kind]

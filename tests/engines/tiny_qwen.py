@@ -1,4 +1,4 @@
-"""A random two-layer Qwen2 with 64 tokens, on disk for vLLM and in memory to compare with."""
+"""A random small Qwen2 with 64 tokens, on disk for vLLM and in memory to compare with."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,14 +16,20 @@ MAX_LENGTH = 512
 
 
 def tiny_model(
-    *, tied: bool, seed: int, kv_heads: int = 1, vocabulary: int = VOCABULARY, eos: int = EOS
+    *,
+    tied: bool,
+    seed: int,
+    kv_heads: int = 1,
+    vocabulary: int = VOCABULARY,
+    eos: int = EOS,
+    layers: int = 2,
 ) -> Qwen2ForCausalLM:
     """Build a float32 model with peaked distributions that differ from seed to seed."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=kv_heads,
         max_position_embeddings=MAX_LENGTH,

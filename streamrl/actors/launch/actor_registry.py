@@ -1,6 +1,7 @@
 """Registry of a run's actors: creates, starts, restarts and kills them by name."""
 
 import contextlib
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,7 @@ from streamrl.errors import ActorLostError
 from streamrl.files.hf_config import make_trusted_env
 from streamrl.placement.resource_demand import ClusterCapacity, ResourceDemand, check_fits
 from streamrl.run_dir.checkpoint import Checkpoint
+from streamrl.weights.config import RUN_TOKEN_ENV
 
 
 def make_worker_env(config: RunConfig, call: ModelCall, *, on_gpu: bool) -> dict[str, str]:
@@ -116,6 +118,8 @@ class ActorRegistry:
     def __init__(self, config: RunConfig, prepared: PreparedRun, *, on_gpu: bool) -> None:
         self._config = config
         self._on_gpu = on_gpu
+        #: Distinguishes the shared memory of this run on a machine.
+        self.token = uuid.uuid4().hex[:12]
         self._demands = {
             d.calls[0].role: d for d in list_resource_demands(config, prepared, on_gpu) if d.calls
         }
@@ -191,7 +195,8 @@ class ActorRegistry:
     def _create_hybrid_actors(self) -> list[Any]:
         """Create a HybridActor per policy rank, which hosts trainer and generator."""
         demand = self._demands[POLICY]
-        runtime_env = {"env_vars": make_hybrid_env(self._config, on_gpu=self._on_gpu)}
+        variables = make_hybrid_env(self._config, on_gpu=self._on_gpu)
+        runtime_env = {"env_vars": {**variables, RUN_TOKEN_ENV: self.token}}
         leaders = self._leader_ranks
         return [
             ray.remote(HybridActor)
@@ -413,6 +418,7 @@ class ActorRegistry:
     ) -> Any:
         call = demand.calls[0]
         variables = make_worker_env(self._config, call, on_gpu=self._on_gpu)
+        variables[RUN_TOKEN_ENV] = self.token
         if self._on_gpu and not demand.gpus:
             # By default, a cluster leaves all GPUs visible to actors that request none.
             variables["CUDA_VISIBLE_DEVICES"] = ""

@@ -348,6 +348,10 @@ class RunSession:
         self.crash_watch.close()
         if self._transport is not None:
             self._transport.clean_up()
+            # Loads torch, as the choice of the transport has.
+            from streamrl.weights.shared_copies import remove_run_copies
+
+            remove_run_copies(self._registry.token)
 
     def _make_context(self, coordinator: Any) -> ActorContext:
         """Create the shards, choose the weight transport and return the context for all actors."""
@@ -359,7 +363,7 @@ class RunSession:
         from streamrl.actors.launch.transport_plan import plan_transport
 
         self._transport = plan_transport(
-            self._config, self._registry.demands, token=uuid.uuid4().hex[:12]
+            self._config, self._registry.demands, token=self._registry.token
         )
         return ActorContext(
             config=self._config,

@@ -26,11 +26,9 @@ from streamrl.weights.config import (
     TRANSPORT_LABELS,
     WeightsConfig,
 )
+from streamrl.weights.shared_copies import measure_shared_memory
 from streamrl.weights.transport import TransportSpec
-from streamrl.weights.transports.shared_memory import (
-    measure_shared_memory,
-    remove_stale_segments,
-)
+from streamrl.weights.transports.shared_memory import remove_stale_segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

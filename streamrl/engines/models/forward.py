@@ -21,7 +21,6 @@ from streamrl.engines.models.chunked_head import (
 from streamrl.engines.models.packed_rows import RowLayout, enable_packing
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import is_trusted, read_model_config
-from streamrl.weights.pinned_memory import copy_to_pinned
 
 FLEX_ATTENTION = "flex_attention"
 NEXTN_LAYERS_KEY = "num_nextn_predict_layers"
@@ -36,8 +35,8 @@ class ModelLoadOptions:
 
     attention: trainer.attention. max_length: length of the longest rollout in
     tokens, prompt included, by which vLLM selects LongRoPE factors. With max_length None,
-    transformers selects the factors by the length of each batch. keeps_layers_on_host: on a GPU,
-    leave the weights of decoder layers in host memory; for forward passes only.
+    transformers selects the factors by the length of each batch. keeps_layers_on_host: leave the
+    model in host memory, for `layer_offload.keep_layers_on_host`.
     """
 
     attention: str = "auto"
@@ -155,10 +154,7 @@ def _initialize_unstored(model: Any, missing: Collection[str]) -> None:
 
 def _move_to_local_device(model: Any, options: ModelLoadOptions) -> Any:
     """Move a model to this process's device, except its tensors on the meta device."""
-    device = get_local_device()
-    if options.keeps_layers_on_host and has_local_gpu():
-        keep_layers_on_host(model)
-        return model
+    device = torch.device("cpu") if options.keeps_layers_on_host else get_local_device()
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
@@ -278,53 +274,6 @@ def iter_layers(module: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the layers of a model; none of a family that does not name their class."""
     layer_classes = set(module._no_split_modules or ())
     return (layer for layer in module.modules() if type(layer).__name__ in layer_classes)
-
-
-def keep_layers_on_host(model: PreTrainedModel) -> None:
-    """Pin the weights of the layers of a model on the CPU; move all else to the local device.
-
-    Raises ConfigError for a family whose layers transformers does not name.
-    """
-    layers = list(iter_layers(model))
-    if not layers:
-        name = type(model).__name__
-        raise ConfigError(f"scorer.offload=true: the layers of {name} are unknown; set it to false")
-    kept = {id(tensor) for layer in layers for tensor in _list_tensors(layer)}
-    device = get_local_device()
-    model._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(device))
-    for layer in layers:
-        for tensor in _list_tensors(layer):
-            tensor.data = copy_to_pinned(tensor.data)
-        offload = _LayerOffload(layer)
-        layer.register_forward_pre_hook(offload.onload)
-        layer.register_forward_hook(offload.restore, always_call=True)
-
-
-def _list_tensors(layer: nn.Module) -> list[Tensor]:
-    return [*layer.parameters(), *layer.buffers()]
-
-
-class _LayerOffload:
-    """Replaces a layer's tensors on the host by copies on the local device for a forward pass."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        #: The places of the tensors: dicts of the layer's modules, and names in them.
-        self._places: list[tuple[dict[str, Any], str, Tensor]] = [
-            (tensors, name, tensor)
-            for module in layer.modules()
-            for tensors in (module._parameters, module._buffers)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        ]
-
-    def onload(self, *_: Any) -> None:
-        device = get_local_device()
-        for tensors, name, tensor in self._places:
-            tensors[name] = tensor.detach().to(device, non_blocking=True)
-
-    def restore(self, *_: Any) -> None:
-        for tensors, name, tensor in self._places:
-            tensors[name] = tensor
 
 
 def load_two_headed_model(

@@ -23,6 +23,7 @@ from streamrl.engines.models.forward import (
     load_skeleton,
     load_value_model,
 )
+from streamrl.engines.models.layer_offload import iter_writable_parameters, keep_layers_on_host
 from streamrl.engines.training.collate import build_batch, find_token_slice
 from streamrl.messages import Array, Columns
 from streamrl.weights.parameters import ParameterSet, build_full_weights
@@ -44,6 +45,8 @@ class _Scorer:
         torch.set_num_threads(threads)
         self._model = load(model_path, dtype=resolve_dtype(dtype), options=options)
         run_mlps_in_chunks(self._model)
+        if options.keeps_layers_on_host:
+            keep_layers_on_host(self._model)
         self._model_path = model_path
         self._micro_batch_tokens = micro_batch_tokens
 
@@ -123,7 +126,7 @@ def copy_parameters(
     full = build_full_weights(
         tensors, ParameterSet.from_module(model), model_path=model_path, device=get_local_device()
     )
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in iter_writable_parameters(model):
         parameter.copy_(full[name])
 
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.data.chat_template import load_tokenizer
-from streamrl.distributed.devices import get_local_device, has_local_gpu
+from streamrl.distributed.devices import get_local_device
 from streamrl.engines.dtypes import resolve_dtype
-from streamrl.engines.models.forward import keep_layers_on_host
+from streamrl.engines.models.layer_offload import keep_layers_on_host
 from streamrl.errors import ConfigError, RewardMemoryError
 from streamrl.files.hf_config import is_trusted, read_model_config, read_stored_shapes
 
@@ -142,7 +142,7 @@ class SequenceClassifier:
             )
         self._model = model.eval()
         self._device = get_local_device()
-        if keeps_layers_on_host and has_local_gpu():
+        if keeps_layers_on_host:
             keep_layers_on_host(model)
         else:
             self._model.to(self._device)

@@ -17,7 +17,6 @@ import itertools
 import mmap
 import os
 import secrets
-import shutil
 import struct
 import sys
 import time
@@ -32,6 +31,12 @@ from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_h
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.pinned_memory import PinnedFiles
+from streamrl.weights.shared_copies import (
+    SEGMENT_PREFIX,
+    SHARED_MEMORY_DIR,
+    measure_shared_memory,
+    remove_unused_copies,
+)
 from streamrl.weights.transport import Transport, TransportReader, TransportSpec, TransportWriter
 from streamrl.weights.transports import object_store
 from streamrl.weights.versions import WeightBucket, WeightManifest
@@ -147,8 +152,6 @@ def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
     return np.frombuffer(mapping, np.uint8, num_bytes, HEADER_BYTES)
 
 
-SHARED_MEMORY_DIR = Path("/dev/shm")
-SEGMENT_PREFIX = "streamrl-"
 OWNER_SUFFIX = ".owner"
 OUT_OF_MEMORY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 CLEANUP_TIMEOUT_S = 2.0
@@ -404,17 +407,12 @@ def _make_fallback_manifest(manifest: WeightManifest) -> WeightManifest:
     return replace(manifest, buckets=buckets, handles=handles)
 
 
-def measure_shared_memory(directory: Path = SHARED_MEMORY_DIR) -> tuple[int, int]:
-    """Return total and free bytes of the directory's file system; 0 without such a directory."""
-    try:
-        usage = shutil.disk_usage(directory)
-    except OSError:
-        return 0, 0
-    return usage.total, usage.free
-
-
 def remove_stale_segments(directory: Path = SHARED_MEMORY_DIR) -> list[str]:
-    """Remove the segment files of this user's dead publishers; return the files' names."""
+    """Remove the segment files of this user's dead publishers; return the files' names.
+
+    Copies that no process uses are removed, too.
+    """
+    remove_unused_copies(directory)
     removed = []
     for owner in directory.glob(f"{SEGMENT_PREFIX}*{OWNER_SUFFIX}"):
         with contextlib.suppress(OSError):  # alive, another user's, or removed concurrently
