@@ -6,6 +6,7 @@ Devices are numbered from 0, node by node, in the order of the node list.
 import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from streamrl.errors import ConfigError
@@ -172,12 +173,12 @@ class Cluster:
     def is_cpu(self) -> bool:
         return any(group.device.name == CPU_DEVICE for group in self.node_groups)
 
-    @property
+    @cached_property
     def is_uniform(self) -> bool:
         """Whether all nodes have the same devices and network."""
         return len(set(self._node_kinds)) == 1
 
-    @property
+    @cached_property
     def group_starts(self) -> list[int]:
         """Number of the first device of each node group."""
         return [0, *accumulate(group.num_devices for group in self.node_groups)][:-1]

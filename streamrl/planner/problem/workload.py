@@ -45,7 +45,7 @@ class LognormalLengths:
                 f" 1, sigma above 0 and at most {MAX_SIGMA}, the limit {self.limit} at least 1"
             )
 
-    @property
+    @cached_property
     def mean(self) -> float:
         # E[min(X, limit)] = E[X; X < limit] + limit * P(X >= limit).
         edge = (math.log(self.limit) - math.log(self.median)) / self.sigma
@@ -87,7 +87,7 @@ class EmpiricalLengths:
     def from_samples(cls, lengths: Sequence[int]) -> "EmpiricalLengths":
         return cls(tuple(sorted(int(length) for length in lengths)))
 
-    @property
+    @cached_property
     def mean(self) -> float:
         return float(np.mean(self.samples))
 

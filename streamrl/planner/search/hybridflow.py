@@ -164,7 +164,7 @@ class ParallelismChoices:
             for role in self.roles
             if self.problem.dataflow.calls_by_role[role][0].kind is CallKind.SCORE
         ]
-        self._find_alone_duration_s = cache(self._compute_alone_duration)
+        self.compute_alone_duration_s = cache(self._compute_alone_duration)
         self._find_role_bytes = cache(self._compute_role_bytes)
         self._sorted_options = cache(self._sort_options)
         self._fit_on_canonical = cache(self._fit_on_one_mesh)
@@ -185,15 +185,11 @@ class ParallelismChoices:
         longest = workload.lengths.expected_longest(workload.num_rollouts)
         return max(1.0, longest / workload.lengths.mean)
 
-    def compute_alone_duration_s(self, role: str, assignment: CallAssignment) -> float:
-        """Return seconds of a role's work per step, alone on its devices; inf if infeasible."""
-        canonical = self.find_canonical_mesh(assignment.mesh)
-        if canonical != assignment.mesh:
-            assignment = replace(assignment, mesh=canonical)
-        return self._find_alone_duration_s(role, assignment)
-
     def _compute_alone_duration(self, role: str, assignment: CallAssignment) -> float:
-        costs = self.estimator.costs
+        """Return seconds of a role's work per step, alone on its devices; inf if infeasible."""
+        costs, canonical = self.estimator.costs, self.find_canonical_mesh(assignment.mesh)
+        if canonical != assignment.mesh:
+            return self.compute_alone_duration_s(role, replace(assignment, mesh=canonical))
         return sum(costs.call_duration_s(s, assignment) for s in self._list_timed_stages(role))
 
     def _list_timed_stages(self, role: str) -> list[str]:

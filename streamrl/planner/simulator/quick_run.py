@@ -30,7 +30,7 @@ MIN_STEPS = 4
 """Minimum number of steps to average over, whatever their size; at least one whole cycle."""
 MIN_GROUPS = 10240
 """Minimum number of groups to average over, unless MEASURED_STEPS is reached first."""
-MIN_PART_GROUPS = 256
+MIN_PART_GROUPS = 128
 """Smallest number of groups per step for which a part represents the whole run."""
 ROLLOUT_COST_S = 40e-6
 """Measured on a server core: time to simulate one rollout through all stages."""

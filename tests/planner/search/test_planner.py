@@ -12,10 +12,12 @@ from streamrl.planner.problem.problem import PlacementProblem, RunOptions
 from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.planner import (
     ExcludedBound,
+    PlacementPlanner,
     PlanResult,
     iter_sub_problems,
     plan_placement,
 )
+from streamrl.planner.steady_state.estimator import make_placement_key
 from streamrl.resharding.grids import RankGrid
 from tests.planner.search.problems import FIXED, LONG_TAILED, choices, grpo, ppo
 
@@ -70,6 +72,28 @@ def test_every_losing_kind_has_a_reason(planned: PlanResult):
     for candidate in losers:
         assert candidate.reason
         assert candidate.step_s >= winner.step_s
+
+
+def test_runner_ups_have_other_devices_and_hardly_longer_steps(planned: PlanResult):
+    assert any(point.runner_ups for point in planned.points)
+    for point in planned.points:
+        placed = [point.candidate, *point.runner_ups]
+        devices = [[c.mesh for c in item.placement.assignments.values()] for item in placed]
+        assert all(devices.count(item) == 1 for item in devices)
+        assert all(item.step_s <= 1.1 * point.candidate.step_s for item in point.runner_ups)
+
+
+def test_placements_found_for_any_bound_are_tried_at_the_runs_own():
+    problem = ppo("2x8xA100", lengths=LONG_TAILED)
+    planner = PlacementPlanner(problem, CostModel(problem))
+    plan = planner.plan([0, 1, 2], seed=0, proposals=60, run_bound=1)
+    tried = {
+        make_placement_key(item): step_s for item, step_s in planner.estimator.iter_estimated()
+    }
+    (own_s,) = (point.candidate.step_s for point in plan.points if point.max_staleness == 1)
+    for point in plan.points:
+        at_own = replace(point.candidate.placement, max_staleness=1)
+        assert own_s <= tried[make_placement_key(at_own)]
 
 
 def test_publishing_every_other_step_needs_a_staleness_of_one():

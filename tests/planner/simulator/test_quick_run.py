@@ -73,8 +73,8 @@ def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, st
     ("work", "lead", "parts"),
     [
         (workload(2048), 0, 8),
-        # 1000 groups: four parts of 250 are too small.
-        (workload(1000), 0, 2),
+        # 1000 groups: eight parts of 125 are too small.
+        (workload(1000), 0, 4),
         (workload(200), 0, 1),
         # On policy each filtered group is replaced in turn: no part has as long a chain.
         (replace(workload(2048), filtered_fraction=0.5), 0, 1),
@@ -103,7 +103,7 @@ def test_a_part_predicts_the_rate_of_the_whole():
     quick = run_quick_simulation(
         GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, run_options=RunOptions()
     )
-    assert quick.num_parts == 4
+    assert quick.num_parts == 8
     full = run_simulation(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
     assert quick.mean_step_s == pytest.approx(full.mean_step_s, rel=0.04)
     assert quick.tokens_per_s == pytest.approx(full.tokens_per_s, rel=0.04)
