@@ -47,7 +47,7 @@ test-all: $(STAMP) $(DOCS_STAMP) $(PARITY)/installed $(CHROMIUM) ## run every te
 test-chaos: $(STAMP) ## kill -9 every kind of process at every moment of a run; 8 to 11 minutes (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
-gpu-check: $(STAMP) ## check ranks, vLLM, trainer, memory and speed on 1 to 8 GPUs, at most 24 minutes (ARGS="--resume")
+gpu-check: $(STAMP) ## check ranks, vLLM, trainer, memory and speed on 1 to 8 GPUs, at most 25 minutes (ARGS="--resume")
 	$(BIN)/python scripts/gpu_check.py $(ARGS)
 
 parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")

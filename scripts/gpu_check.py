@@ -1416,6 +1416,48 @@ def count_pinned_gib() -> float:
     return sum(size * len(blocks) for size, blocks in FREE_BLOCKS.items()) / GIB
 
 
+# --- Step: layers in host memory ------------------------------------------------------------------
+
+
+def check_layer_offload() -> Iterator[tuple[str, Measurements]]:
+    """Score with layers on the device, then in host memory: bits, seconds and memory."""
+    size, counts = ("3B", (1024, 8192, 32768)) if has_gpu() else (TINY, (64,))
+    with make_scratch_folder() as folder:
+        path = write_qwen2(folder, size)
+        cases = {f"{size}, {n} tokens": partial(score_from_host, path, size, n) for n in counts}
+        yield from run_cases(cases)
+
+
+def score_from_host(path: str, size: str, num_tokens: int) -> Measurements:
+    import torch
+
+    from streamrl.distributed.devices import get_local_device
+    from streamrl.engines.models.forward import compute_token_logprobs, load_model
+    from streamrl.engines.models.layer_offload import keep_layers_on_host
+
+    model = load_model(path, dtype=torch.bfloat16)
+    ids = torch.randint(QWEN2[size]["vocab_size"], (1, num_tokens)).to(get_local_device())
+    num_layers, results = QWEN2[size]["num_hidden_layers"], []
+
+    def score() -> Tensor:
+        with torch.inference_mode():
+            return compute_token_logprobs(model, ids, ids >= 0, temperature=1.0).logprobs
+
+    for move in (lambda _: None, keep_layers_on_host):
+        move(model)
+        free_memory()
+        logprobs = score()
+        reset_peak_memory()
+        seconds = time_seconds(score, repeats=3)
+        peak = read_memory_gib("max_memory_allocated")
+        results.append((logprobs, {"layer_ms": 1e3 * seconds / num_layers, "peak_gib": peak}))
+    (plain, on_device), (found, from_host) = results
+    same = torch.equal(plain, found)
+    layer_gib = sum(p.nbytes for p in model.model.layers[0].parameters()) / GIB
+    sizes = {"layer_gib": layer_gib, "on_device": on_device, "from_host": from_host}
+    return {"ok": same, "bits_equal": same, **sizes}
+
+
 # --- Step: weights --------------------------------------------------------------------------------
 
 
@@ -1790,6 +1832,7 @@ STEPS: Mapping[str, CheckStep] = {
     "memory-1.5B": CheckStep(partial(check_memory, "1.5B"), 45),
     "memory-3B": CheckStep(partial(check_memory, "3B"), 40),
     "optimizer": CheckStep(check_optimizer_memory, 60),
+    "layer offload": CheckStep(check_layer_offload, 45),
     "weights": CheckStep(check_weights, 45),
     "speed": CheckStep(check_speed, 60),
     "one-GPU resharding": CheckStep(check_resharding, 60),

@@ -298,7 +298,8 @@ def list_resource_demands(
         weights = prepared.model_bytes[role]
         is_scorer = role not in (*config.dataflow.trained_roles, GENERATE_CALL.role)
         calls = prepared.dataflow.calls_by_role[role]
-        copies = int(not on_gpu or (config.scorer.offload and is_scorer))
+        # Actors share the copy of a model that rests in host memory.
+        copies = 1 / count if config.scorer.offload and is_scorer and on_gpu else not on_gpu
         copies += _receives_on_host(config, calls)
         demands.append(
             ResourceDemand(

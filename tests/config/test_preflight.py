@@ -86,6 +86,7 @@ def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(run
         (["weights.transport=auto"], False, {"generator": 1, "reference": 1, "trainer": 1}),
         (["weights.transport=auto"], True, {"generator": 0, "reference": 0, "trainer": 0}),
         (["scorer.offload=true"], True, {"generator": 0, "reference": 1, "trainer": 0}),
+        (["scorer.offload=true", "reference.replicas=3"], True, {"reference": 1 / 3}),
         (["weights.transport=collective"], True, {"generator": 1, "reference": 0, "trainer": 0}),
         (
             ["weights.transport=collective", "reference.every=1", "scorer.offload=true"],

@@ -40,9 +40,9 @@ class ScorerConfig:
     replicas: scorer processes.
     max_groups: groups that a replica scores concurrently.
     timeout_s: deadline of one attempt to score a group, s.
-    offload: keep the weights of reference, value and reward models in host memory, and copy each
-        layer to the GPU for its part of a pass: models larger than a GPU, slower passes; no effect
-        on a CPU.
+    offload: keep the layers of reference, value and reward models in host memory, one pinned copy
+        per node in /dev/shm, and copy each to the GPU while the layer before computes: two layers
+        at most are there. For models larger than a GPU; no effect on a CPU.
     """
 
     replicas: Annotated[int, at_least(1)] = 1
