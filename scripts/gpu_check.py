@@ -507,14 +507,11 @@ def sample_logprobs(groups: Mapping[str, Columns], model_path: str) -> dict[str,
     """Replace log-probabilities with those of a policy close to the model."""
     import numpy as np
 
-    from streamrl.engines.training.forward_scorers import LogprobScorer
-
     with hide_gpu():
-        scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=4096)
+        logprobs, _ = score_groups(model_path, list(groups.values()), "float32", TEMPERATURE)
         rng = np.random.default_rng(7)
         sampled: dict[str, Columns] = {}
-        for uid, columns in groups.items():
-            own = scorer.compute_ref_logprobs(columns)["ref_logprobs"]
+        for (uid, columns), own in zip(groups.items(), logprobs, strict=True):
             near, far = (rng.normal(0, scale, len(own)).astype(np.float32) for scale in (0.1, 0.3))
             mask = columns["loss_mask"]
             sampled[uid] = {
@@ -959,7 +956,7 @@ def check_architectures() -> Iterator[tuple[str, Measurements]]:
 
 
 def compare_architecture(folder: Path, architecture: str) -> Measurements:
-    """Score generated rollouts with `LogprobScorer` on CPU and GPU."""
+    """Score generated rollouts with a reference's rank on CPU and GPU."""
     path = write_tiny(folder, architecture)
     (columns,) = make_groups([[60, 17, 33, 100]], TINY_CONFIG["vocab_size"]).values()
     with hide_gpu():
@@ -984,12 +981,28 @@ def compare_architecture(folder: Path, architecture: str) -> Measurements:
 
 def score_group(path: str, columns: Columns, dtype: str) -> tuple[Array, Measurements]:
     """Return the log-probabilities of a group, and the implementation of attention and experts."""
-    from streamrl.engines.training.forward_scorers import LogprobScorer
+    (logprobs,), chosen = score_groups(path, [columns], dtype, temperature=1.0)
+    return logprobs, chosen
 
-    scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=512, dtype=dtype)
-    config = vars(scorer._model.config)
+
+def score_groups(
+    path: str, groups: list[Columns], dtype: str, temperature: float
+) -> tuple[list[Array], Measurements]:
+    """Return log-probabilities under a reference, and its kernels of attention and experts."""
+    from streamrl.algorithms import AlgorithmConfig
+    from streamrl.engines.trainer_config import RankLayout, TrainerConfig
+    from streamrl.engines.training.model_rank import ModelRank
+    from streamrl.engines.training.tasks import PolicyTask
+
+    algorithm = AlgorithmConfig()
+    settings = algorithm.to_settings(max_length=4096, reward_weights={"right": 1.0})
+    ranks = RankLayout().to_trainer_config(TrainerConfig(dtype=dtype))
+    reference = ModelRank(PolicyTask(path, algorithm.spec, settings, temperature), config=ranks)
+    config = vars(reference._backend.module.config)
     chosen = {kind: config.get(f"_{kind}_implementation_internal") for kind in CHOSEN_KERNELS}
-    return scorer.compute_ref_logprobs(columns)["ref_logprobs"], chosen
+    logprobs = reference.compute_columns(groups, "ref_logprobs", micro_batch_tokens=4096)
+    reference.close()
+    return logprobs, chosen
 
 
 def summarize_sampled(differences: Array, mask: Array) -> Measurements:

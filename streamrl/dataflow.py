@@ -3,10 +3,11 @@
 This module is pure: executors read the declaration; nothing here runs anything.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import networkx as nx
@@ -26,7 +27,8 @@ class ModelCall:
 
     A stage leases a group once all columns in `needs` exist; the call need not read all of them.
     `followed_role` is the trained role that publishes the weights of `role`; "" for fixed weights.
-    All calls of a role run on the same actors.
+    All calls of a role run on the same actors. A scoring call of a trained role is computed by the
+    ranks that train it, with the version that they hold.
     """
 
     stage: str
@@ -64,8 +66,9 @@ BASELINE_CALL = ModelCall(
     "baseline", "reward", CallKind.SCORE, ("greedy_ids", "lengths"), ("baseline_scores",)
 )
 COST_CALL = ModelCall("cost", "cost", CallKind.SCORE, ROLLOUT_COLUMNS, ("costs",))
+REF_LOGPROBS = "ref_logprobs"
 REFERENCE_CALL = ModelCall(
-    "reference", "reference", CallKind.SCORE, SEQUENCE_COLUMNS, ("ref_logprobs",)
+    "reference", "reference", CallKind.SCORE, SEQUENCE_COLUMNS, (REF_LOGPROBS,)
 )
 VALUE_CALL = ModelCall("value", "value", CallKind.SCORE, SEQUENCE_COLUMNS, ("values",), CRITIC)
 """Forward passes only: a follower of the critic's trainer computes the values."""
@@ -80,20 +83,27 @@ class ServingRole(NamedTuple):
     replicas: setting that determines the number of its actors.
     label: name of the option of `streamrl scale`, and in its answers.
     is_reward: scores by rewards of the config, which may be rules without a model.
+    ranks: setting that determines over how many actors each replica's model is split; empty if
+    none does.
     """
 
     replicas: str
     label: str
     is_reward: bool = False
+    ranks: str = ""
 
 
 SERVING_ROLES = {
     GENERATE_CALL.role: ServingRole("generator.replicas", "generators"),
-    REFERENCE_CALL.role: ServingRole("reference.replicas", "reference"),
+    REFERENCE_CALL.role: ServingRole(
+        "reference.replicas", "reference", ranks="reference.world_size"
+    ),
     REWARD_CALL.role: ServingRole("scorer.replicas", "scorers", is_reward=True),
     COST_CALL.role: ServingRole("scorer.replicas", "cost", is_reward=True),
-    VALUE_CALL.role: ServingRole("critic.replicas", "value"),
-    COST_VALUE_CALL.role: ServingRole("critic.replicas", "cost_value"),
+    VALUE_CALL.role: ServingRole("critic.replicas", "value", ranks="critic.shadow.world_size"),
+    COST_VALUE_CALL.role: ServingRole(
+        "critic.replicas", "cost_value", ranks="critic.shadow.world_size"
+    ),
 }
 REWARD_ROLES = tuple(role for role, facts in SERVING_ROLES.items() if facts.is_reward)
 FILTER_COLUMN = "scores"
@@ -141,14 +151,22 @@ class Dataflow:
 
     @property
     def calls_by_role(self) -> dict[str, list[ModelCall]]:
+        """Calls of each role in the order of the dataflow; of a trained role first its training."""
         calls: dict[str, list[ModelCall]] = {}
         for call in self.ordered_calls:
             calls.setdefault(call.role, []).append(call)
+        for of_role in calls.values():
+            of_role.sort(key=lambda call: call.kind is not CallKind.TRAIN)
         return calls
 
     @property
     def trained_roles(self) -> list[str]:
         return [call.role for call in self.select_calls(CallKind.TRAIN)]
+
+    @property
+    def followed_roles(self) -> set[str]:
+        """Roles whose versions other actors load."""
+        return {call.followed_role for call in self.calls if call.followed_role}
 
     @property
     def graph(self) -> "nx.DiGraph[str]":
@@ -219,6 +237,7 @@ def build_dataflow(
     moves_reference: bool = False,
     has_filter: bool = False,
     has_episodes: bool = False,
+    hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> Dataflow:
     """Build the dataflow that trains a policy on `columns`, with no more calls than necessary.
 
@@ -227,7 +246,9 @@ def build_dataflow(
     `has_filter` every call outside FILTER_CALLS waits for the filter: a rejected group then costs
     only its generation and its reward. With `has_episodes` generation also produces the columns of
     episodes, which the reward stage reads; with EPISODE_COLUMN among `columns` an episode may have
-    several samples. Raises ValueError for a column that no call produces.
+    several samples. `hosts` maps a scoring role to the trained role whose ranks compute its
+    columns: their model is the one that scores. Raises ValueError for a column that no call
+    produces.
     """
     needs = tuple(columns)
     train = [ModelCall("train", POLICY, CallKind.TRAIN, needs, ())]
@@ -249,6 +270,9 @@ def build_dataflow(
         ordered = [
             replace(c, followed_role=EMA_REFERENCE) if c == REFERENCE_CALL else c for c in ordered
         ]
+    ordered = [
+        replace(c, role=hosts[c.role], followed_role="") if c.role in hosts else c for c in ordered
+    ]
     if has_filter:
         ordered = [
             c if c in FILTER_CALLS else replace(c, needs=(*c.needs, FILTER_COLUMN)) for c in ordered

@@ -236,7 +236,7 @@ async def score_groups(
 
     Consumes: groups with the required columns. Waits for: such groups and, if the scorer follows a
     trained model, the version at which they were admitted. Produces: the declared columns, as
-    `score` returns them: RewardScorer, or a model's scorer (`engines/training/forward_scorers.py`),
+    `score` returns them: RewardScorer, or the ranks of a model (`actors/scoring_ranks.py`),
     which `actors/replica.py` hosts.
     Unblocked by: `generate_rollouts` and other scorers, which commit columns, and `follow_weights`.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_tokenizer
-from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, REWARD_ROLES
+from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, ModelCall
 from streamrl.distributed.devices import check_device
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.engines.vllm.rank_groups import make_rank_group
@@ -23,6 +23,7 @@ from streamrl.telemetry.rollout_log import RecordedGroup
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine
+    from streamrl.engines.training.model_rank import ModelRank
     from streamrl.engines.training.model_trainer import ModelTrainer
     from streamrl.engines.vllm.peer_rank import PeerRank
     from streamrl.engines.vllm.requests import EngineSpec
@@ -60,21 +61,22 @@ class RealEngineFactory:
             peer: PeerRank = await module.PeerRank.start(spec)
             return peer
 
-    async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
-        """Build the scorer of a serving role other than the generator.
-
-        A value scorer follows the trained critic.
-        """
+    async def make_reward_scorer(self, config: RunConfig, role: str) -> HostedScorer:
+        """Build and start the scorer of rewards or of costs."""
         with pause_gc():
-            if role in REWARD_ROLES:
-                scorer = _make_reward_scorer(config, role)
-            else:
-                check_assigned_device()
-                from streamrl.actors.model_engines import SCORER_FACTORIES
-
-                scorer = SCORER_FACTORIES[role](config, max_length)
+            scorer = _make_reward_scorer(config, role)
             await scorer.start()
             return scorer
+
+    def make_scoring_rank(
+        self, config: RunConfig, max_length: int, rank: int, call: ModelCall
+    ) -> "ModelRank":
+        """Load a rank of a model that only scores: the reference, or a shadow critic."""
+        check_assigned_device()
+        with pause_gc():
+            from streamrl.actors.model_engines import make_scoring_rank
+
+            return make_scoring_rank(config, max_length, rank, call)
 
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str

@@ -158,8 +158,8 @@ class ReplicaActor(PingableActor):
         return -1 if served is None else await served.wait_for_version(0)
 
 
-class ScorerActor(ReplicaActor):
-    """Actor that hosts a role's models or reward workers and runs the loops of its stages."""
+class RewardActor(ReplicaActor):
+    """Actor that hosts the rewards or the costs and runs the loops of their stages."""
 
     def __init__(self) -> None:
         self._scorer: HostedScorer | None = None
@@ -167,9 +167,9 @@ class ScorerActor(ReplicaActor):
     async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
         self._config = context.config
         self._calls = calls
-        role, follows = calls[0].role, calls[0].followed_role
-        self._join_stream(context, calls, f"{role}-{replica}", follows=follows)
-        self._scorer = await context.engines.make_scorer(context.config, context.max_length, role)
+        role = calls[0].role
+        self._join_stream(context, calls, f"{role}-{replica}", follows=None)
+        self._scorer = await context.engines.make_reward_scorer(context.config, role)
 
     async def run(self) -> None:
         """Lease groups, score them and commit the results until the run ends or a drain begins."""
@@ -178,11 +178,9 @@ class ScorerActor(ReplicaActor):
         loops = []
         for stage, call in zip(self._stages, self._calls, strict=True):
             limits = ScoringLimits(call.needs, 2 * batch, batch)
-            loops.append(
-                score_groups(stage, scorer.stages[stage.name], limits, served=self._served_version)
-            )
+            loops.append(score_groups(stage, scorer.stages[stage.name], limits))
         try:
-            await self._run_loops(loops, scorer.follower)
+            await self._run_loops(loops, None)
         finally:
             await scorer.close()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import PingableActor
+from streamrl.actors.scoring_ranks import GroupScorer
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.transport.ray_calls import find_rendezvous
 from streamrl.algorithms import list_derivation_columns
@@ -26,7 +27,7 @@ from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.errors import CheckpointError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.files.file_proofs import FileProof, list_files, prove_files
-from streamrl.messages import Columns
+from streamrl.messages import Columns, GroupLease
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.weights import WeightManifest
 from streamrl.weights.versions import LogprobCheck, make_check_sequences
@@ -43,12 +44,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """Identity of a rank group: its model call, its name and the address of its rank 0.
+    """Identity of a rank group: its model calls, its name and the address of its rank 0.
 
-    address, port: rendezvous of torch.distributed.
+    calls: first the training, then those that the ranks score. address, port: rendezvous of
+    torch.distributed.
     """
 
-    call: ModelCall
+    calls: Sequence[ModelCall]
     name: str
     address: str
     port: int
@@ -102,11 +104,11 @@ class TrainerActor(PingableActor):
         self._rank = rank
         name = f"{rendezvous.name}-{rank}"
         record_crash_stacks(context.run_dir, name)
-        (self._stage,) = context.make_stages([rendezvous.call], name)
+        self._stage, *scored_stages = context.make_stages(rendezvous.calls, name)
         self._columns = context.train_columns
         self._model_thread = ThreadPoolExecutor(1, "trainer")
         self._publish_thread = ThreadPoolExecutor(1, "publisher")
-        self._role = rendezvous.call.role
+        self._role = rendezvous.calls[0].role
         if self._shared_weights is not None and self._config.placement.memory_mb is not None:
             release_large_blocks_eagerly()
         self._max_length = context.max_length
@@ -118,6 +120,17 @@ class TrainerActor(PingableActor):
         self._trainer = await self._run_in_thread(
             make_trainer, context.config, self._max_length, rank, self._role
         )
+        self._scorers = {
+            call.stage: GroupScorer(
+                call,
+                stage,
+                self._trainer,
+                self._config.pipeline.micro_batch_tokens,
+                self._run_in_thread,
+                partial(self._run_compute_phase, is_piece=True),
+            )
+            for call, stage in zip(rendezvous.calls[1:], scored_stages, strict=True)
+        }
         # A generator in this process takes the parameters as they are.
         publishes_aside = self._shared_weights is None and has_local_gpu()
         self._publish_stream = (
@@ -126,7 +139,8 @@ class TrainerActor(PingableActor):
         self._ema_reference = EmaReference(self._config.reference.decay)
         self._reference_version = -1
         # Only rank 0 publishes: its model, unless shared in place, and the EMA reference.
-        roles = [self._role] if rank == 0 and self._shared_weights is None else []
+        publishes = self._shared_weights is None and self._role in context.dataflow.followed_roles
+        roles = [self._role] if rank == 0 and publishes else []
         roles += [EMA_REFERENCE] if self._has_reference else []
         self._writers = {role: context.transport.make_writer(role) for role in roles}
         if resume_dir is not None:
@@ -191,6 +205,10 @@ class TrainerActor(PingableActor):
                 train = partial(self._trainer.train_micro_batch, epoch=epoch)
                 sums: Mapping[str, float] = await self._run_in_thread(train, groups, picks, version)
         return sums
+
+    async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
+        """Score leased groups with the model that this rank trains; all ranks must call."""
+        await self._scorers[stage].score(leases)
 
     async def _read_groups(self, picks: Sequence[RolloutIndex]) -> Mapping[str, Columns]:
         uids = dict.fromkeys(uid for uid, _ in picks)

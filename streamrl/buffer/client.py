@@ -220,7 +220,7 @@ class ExperienceQueue:
         """
         commits = [_make_commit(lease, columns) for lease, columns in entries]
         refused = await self._call_owners(QueueShard.commit_columns, commits)
-        self._forget_leases(lease for lease, _ in entries)
+        self.forget_leases(lease for lease, _ in entries)
         return list(chain.from_iterable(refused))
 
     async def save_partials(self, entries: Sequence[tuple[GroupLease, Columns]]) -> None:
@@ -234,11 +234,11 @@ class ExperienceQueue:
 
     async def fail_groups(self, entries: Sequence[tuple[GroupLease, StreamError]]) -> None:
         await self._call_owners(QueueShard.fail_groups, entries)
-        self._forget_leases(lease for lease, _ in entries)
+        self.forget_leases(lease for lease, _ in entries)
 
     async def filter_groups(self, entries: Sequence[tuple[GroupLease, FilteredGroup]]) -> None:
         await self._call_owners(QueueShard.filter_groups, entries)
-        self._forget_leases(lease for lease, _ in entries)
+        self.forget_leases(lease for lease, _ in entries)
 
     async def renew_leases(self) -> list[GroupLease]:
         """Renew all active leases of this client; return the leases lost since the last call."""
@@ -250,7 +250,7 @@ class ExperienceQueue:
         self._renewed_at = _read_loop_time()
         lost = await self._call_owners(QueueShard.renew_leases, list(self._held_leases))
         newly_lost = list(chain.from_iterable(lost))
-        self._forget_leases(newly_lost)
+        self.forget_leases(newly_lost)
         for pending in self._pending_grants.values():
             active = self._select_active(pending)
             pending.clear()
@@ -280,6 +280,24 @@ class ExperienceQueue:
             uid: _select_columns(blobs, columns)
             for (_, batch), groups in zip(routed, replies, strict=True)
             for uid, blobs in zip(batch, groups, strict=True)
+        }
+
+    async def read_leased(
+        self, leases: Sequence[GroupLease], columns: Sequence[str]
+    ) -> dict[GroupLease, Columns]:
+        """Read columns of leased groups, of any holder; omit groups whose lease was lost.
+
+        The ranks of a model read groups this way that their leader has leased.
+        """
+        routed = self._select_owners(leases)
+        replies = await _gather_all(
+            shard.call(QueueShard.read_leased, batch, columns) for shard, batch in routed
+        )
+        return {
+            lease: _select_columns(blobs, columns)
+            for (_, batch), groups in zip(routed, replies, strict=True)
+            for lease, blobs in zip(batch, groups, strict=True)
+            if blobs
         }
 
     async def find_uids_with(self, column: str) -> list[str]:
@@ -352,14 +370,15 @@ class ExperienceQueue:
         """Return the grants with a lease that is still active."""
         return [grant for grant in grants if grant.lease in self._held_leases]
 
-    def _forget_leases(self, leases: Iterable[GroupLease]) -> None:
+    def forget_leases(self, leases: Iterable[GroupLease]) -> None:
+        """Stop renewing leases, whose groups were committed, failed or filtered."""
         for lease in leases:
             self._held_leases.pop(lease, None)
             self._lost_leases.pop(lease, None)
 
     def _forget_groups(self, uids: Iterable[str]) -> None:
         removed = set(uids)
-        self._forget_leases([lease for lease in self._held_leases if lease.uid in removed])
+        self.forget_leases([lease for lease in self._held_leases if lease.uid in removed])
 
     async def _call_owners(
         self,

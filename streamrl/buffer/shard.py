@@ -809,6 +809,18 @@ class QueueShard:
         wanted = set(columns)
         return [_read_blobs(self._state, uid, wanted) for uid in uids]
 
+    async def read_leased(
+        self, leases: Sequence[GroupLease], columns: Sequence[str]
+    ) -> list[ColumnBlobs]:
+        """Return, per lease, the blobs that contain `columns`; empty if the lease is not active."""
+        wanted = set(columns)
+        return [
+            _read_blobs(self._state, lease.uid, wanted)
+            if self._state.find_leased_group(lease)
+            else ColumnBlobs()
+            for lease in leases
+        ]
+
     # Calls of the coordinator.
 
     async def find_uids_with(self, column: str, after: int = 0) -> tuple[list[str], int]:

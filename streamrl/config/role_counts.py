@@ -25,17 +25,31 @@ def count_actors(config: RunConfig) -> dict[str, tuple[str, int]]:
 
     Roles come in the order of the dataflow.
     """
-    counts: dict[str, tuple[str, int]] = {
-        role: (facts.replicas, attrgetter(facts.replicas)(config))
-        for role, facts in SERVING_ROLES.items()
-    }
+    roles = config.dataflow.calls_by_role
+    counts: dict[str, tuple[str, int]] = {}
+    for role, facts in SERVING_ROLES.items():
+        ranks = count_ranks_per_replica(config, role)
+        setting = f"{facts.replicas} * {facts.ranks}" if ranks > 1 else facts.replicas
+        counts[role] = setting, count_replicas(config, role) * ranks
     counts[POLICY] = ("trainer.world_size", config.trainer.world_size)
     if config.placement.is_hybrid:
         counts[GENERATE_CALL.role] = counts[POLICY]
-    roles = config.dataflow.calls_by_role
     for role in {CRITIC, COST_CRITIC} & roles.keys():
         counts[role] = ("critic.trainer.world_size", config.get_trainer_config(role).world_size)
     return {role: counts[role] for role in roles}
+
+
+def count_replicas(config: RunConfig, role: str) -> int:
+    """Return the number of copies of a serving role's model, or of its workers."""
+    replicas: int | None = attrgetter(SERVING_ROLES[role].replicas)(config)
+    return 1 if replicas is None else replicas
+
+
+def count_ranks_per_replica(config: RunConfig, role: str) -> int:
+    """Return the number of actors that hold a copy of a serving role's model together."""
+    setting = SERVING_ROLES[role].ranks if role in SERVING_ROLES else ""
+    ranks: int = attrgetter(setting)(config) if setting else 1
+    return ranks
 
 
 def assign_slots(config: RunConfig) -> SlotMap:

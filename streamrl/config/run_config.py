@@ -25,13 +25,18 @@ from streamrl.config.removed_settings import drop_removed_settings
 from streamrl.data.config import FILE_KEYS, DataConfig, make_paths_absolute
 from streamrl.dataflow import (
     COST_CALL,
+    COST_VALUE_CALL,
     CRITIC,
     CRITIC_BY_COLUMN,
+    CRITIC_ROLES,
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
+    REFERENCE_CALL,
     REWARD_CALL,
+    VALUE_CALL,
     Dataflow,
+    ModelCall,
     build_dataflow,
 )
 from streamrl.engines.generator_config import GeneratorConfig
@@ -252,9 +257,27 @@ class RunConfig(ConfigSections):
                 moves_reference=bool(self.reference.every),
                 has_filter=self.filter.is_enabled,
                 has_episodes=self.environment.is_enabled,
+                hosts=self.hosts,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Trained role whose ranks hold the model of a scoring role, by scoring role.
+
+        Without shadow critics the critic's ranks compute its values, and the reference of LoRA is
+        the policy below its adapters.
+        """
+        hosts = {}
+        if not self.critic.replicas:
+            shares = self.critic.shared_coef is not None
+            for call in (VALUE_CALL, COST_VALUE_CALL):
+                hosts[call.role] = POLICY if shares else call.followed_role
+        is_fixed = not self.reference.every and self.reference.replicas is None
+        if self.trainer.lora_rank and is_fixed:
+            hosts[REFERENCE_CALL.role] = POLICY
+        return hosts
 
     @property
     def max_open_rollouts(self) -> int:
@@ -273,6 +296,16 @@ class RunConfig(ConfigSections):
         if role == POLICY:
             return self.trainer
         return _make_critic_trainer(self.trainer, self.critic.trainer)
+
+    def get_ranks_config(self, call: ModelCall) -> TrainerConfig:
+        """Return the settings of the ranks that hold the model of a call, trained or not."""
+        if call.role in self.dataflow.trained_roles:
+            return self.get_trainer_config(call.role)
+        layout = self.reference if call.role == REFERENCE_CALL.role else self.critic.shadow
+        followed = call.followed_role if call.followed_role in CRITIC_ROLES else POLICY
+        return layout.to_trainer_config(
+            self.get_trainer_config(followed), keeps_layers_on_host=self.scorer.offload
+        )
 
     def get_model_path(self, role: str) -> str:
         """Return the model directory from which a trained role, policy or critic, starts."""

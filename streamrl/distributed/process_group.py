@@ -21,10 +21,6 @@ LOST_PEER_MESSAGES = (
 """Parts of the messages of gloo and nccl about a rank whose process has ended."""
 
 
-LOAD_TIMEOUT_S = 1800.0
-"""Timeout of collectives while models load: ranks that read large files arrive minutes apart."""
-
-
 def join_process_group(*, rank: int, world_size: int, timeout_s: float) -> None:
     """Initialize the default process group; do nothing in a process that has joined already.
 

@@ -1,4 +1,4 @@
-"""Config sections `trainer` and `critic`."""
+"""Config sections `trainer`, `critic` and `reference`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +31,8 @@ and stage3_max_reuse_distance."""
 MAX_GPU_THREADS = 8
 GRADIENT_SHARDING_STAGE = 2
 PARAMETER_SHARDING_STAGE = 3
+LOAD_TIMEOUT_S = 1800.0
+"""Timeout of collectives while models load: ranks that read large files arrive minutes apart."""
 SAVE_TIMEOUT_S = 7200.0
 """Longest time of writing a checkpoint: 14 bytes per parameter of a trained model in bfloat16, so
 980 GB for 70B, which is 136 MB/s."""
@@ -173,6 +175,11 @@ class TrainerConfig:
         return rank // self.ranks_per_batch
 
     @property
+    def keeps_layers_on_host(self) -> bool:
+        """Whether the layers rest in host memory between forward passes."""
+        return False
+
+    @property
     def has_master_weights(self) -> bool:
         """Whether the optimizer keeps float32 copies of the parameters."""
         return self.zero_stage > 0 if self.backend == "deepspeed" else self.has_sharded_params
@@ -233,6 +240,75 @@ class CriticTrainerConfig(TrainerConfig):
 
 
 @dataclass
+class RankLayout:
+    """Ranks over which each copy of a model that only scores is split."""
+
+    section: ClassVar[str] = ""
+    #: Ranks of a copy; FSDP2 shards it over those that do not split its layers.
+    world_size: Annotated[int, at_least(1)] = 1
+    #: Ranks that split the layers of the model.
+    tensor_parallel: Annotated[int, at_least(1)] = 1
+    #: Ranks that share the tokens of each micro-batch.
+    sequence_parallel: Annotated[int, at_least(1)] = 1
+
+    def __post_init__(self) -> None:
+        prefix, world = f"{self.section}." if self.section else "", f"world_size={self.world_size}"
+        shared = self.tensor_parallel * self.sequence_parallel
+        conflicts = [
+            (self.world_size % self.tensor_parallel, "tensor_parallel", f"must divide {world}"),
+            (
+                self.world_size % shared,
+                "sequence_parallel",
+                f"times tensor_parallel={self.tensor_parallel} must divide {world}",
+            ),
+        ]
+        check_conflicts(self, conflicts, prefix)
+
+    def to_trainer_config(
+        self, trainer: TrainerConfig, *, keeps_layers_on_host: bool = False
+    ) -> "ScoringRanksConfig":
+        """Return the settings of the ranks, with precision, attention and threads of a trainer."""
+        return ScoringRanksConfig(
+            offload=keeps_layers_on_host,
+            backend="torch",
+            world_size=self.world_size,
+            tensor_parallel=self.tensor_parallel,
+            sequence_parallel=self.sequence_parallel,
+            zero_stage=PARAMETER_SHARDING_STAGE,
+            dtype=trainer.dtype,
+            attention=trainer.attention,
+            threads=trainer.threads,
+            collective_timeout_s=trainer.collective_timeout_s,
+        )
+
+
+@dataclass
+class ScoringRanksConfig(TrainerConfig):
+    """Settings of ranks whose model only scores: backend torch, sharded whole, no optimizer.
+
+    offload: the layers rest in host memory.
+    """
+
+    offload: bool = False
+
+    @property
+    def keeps_layers_on_host(self) -> bool:
+        return self.offload
+
+    @property
+    def has_master_weights(self) -> bool:
+        """True: a model that is not trained needs none, so that bfloat16 suits every layout."""
+        return True
+
+
+@dataclass
+class ShadowConfig(RankLayout):
+    """Config section `critic.shadow`: the ranks of each shadow critic."""
+
+    section: ClassVar[str] = "critic.shadow"
+
+
+@dataclass
 class CriticConfig:
     """Config section `critic`, for algorithms with a value function.
 
@@ -250,8 +326,11 @@ class CriticConfig:
     shared_coef: Annotated[float | None, at_least(0), FIXED_ON_RESUME] = None
     #: Critic warm-up: initial steps that train only the critic.
     warmup_alone: Annotated[int, at_least(0), FIXED_ON_RESUME] = 0
-    #: Processes that compute values; each follows the critic's versions.
-    replicas: Annotated[int, at_least(1)] = 1
+    #: Shadow critics, copies that follow the critic's versions and compute the values; 0: the ranks
+    #: that train the critic compute them, and there is no second copy.
+    replicas: Annotated[int, at_least(0)] = 0
+    #: Ranks of each shadow critic.
+    shadow: ShadowConfig = field(default_factory=ShadowConfig)
 
     def __post_init__(self) -> None:
         default = CriticConfig() if self.shared_coef is not None else self
@@ -260,9 +339,12 @@ class CriticConfig:
             " the policy's model"
         )
         keys = ("path", "trainer", "warmup_alone")
-        check_conflicts(
-            self, [(vars(self)[key] != vars(default)[key], key, needs) for key in keys], "critic."
-        )
+        conflicts: list[Conflict] = [
+            (vars(self)[key] != vars(default)[key], key, needs) for key in keys
+        ]
+        is_idle = not self.replicas and self.shadow != ShadowConfig()
+        conflicts.append((is_idle, "shadow", f"has no effect: critic.replicas={self.replicas}"))
+        check_conflicts(self, conflicts, "critic.")
 
 
 REFERENCE_FILE = "reference.safetensors"
@@ -270,17 +352,20 @@ REFERENCE_FILE = "reference.safetensors"
 
 
 @dataclass
-class ReferenceConfig:
+class ReferenceConfig(RankLayout):
     """Config section `reference`; by default the reference stays a copy of the initial policy."""
 
+    section: ClassVar[str] = "reference"
     #: Update the reference every this many training steps; 0 never does.
     every: Annotated[int, at_least(0)] = 0
     #: Weight of the old reference in an update; 0 copies the policy.
     decay: Annotated[float, at_least(0), below(1)] = 0.0
-    #: Processes that compute reference logprobs, each with a full copy of the model.
-    replicas: Annotated[int, at_least(1)] = 1
+    #: Copies of the reference, each on `world_size` ranks. null: 1, but none with LoRA adapters,
+    #: below which the policy's ranks have the reference.
+    replicas: Annotated[int | None, at_least(1)] = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         reason = "has no effect while reference.every=0; set reference.every"
         check_conflicts(self, [(self.decay and not self.every, "decay", reason)], "reference.")
 

@@ -10,13 +10,11 @@ result does not depend on the number of ranks.
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from streamrl.actors.coordination.trainer_group import ParallelTrainer
@@ -36,6 +34,8 @@ from streamrl.dataflow import (
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
+    REFERENCE_CALL,
+    REWARD_ROLES,
     SEQUENCE_COLUMNS,
     SOURCE_CALLS,
     CallKind,
@@ -46,6 +46,7 @@ from streamrl.distributed.process_group import translate_collective_errors
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.training.collate import derive_columns
+from streamrl.engines.training.model_rank import ModelRank
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import ConfigError, StreamError
 from streamrl.files.typed_settings import Conflict, check_conflicts
@@ -126,19 +127,22 @@ def map_groups_by_uid(batch: Batch) -> dict[str, Columns]:
     return dict(zip(uids, get_group_columns(batch), strict=True))
 
 
-def compute_concatenated(batch: Batch, compute: Callable[[Columns], Array]) -> list[Array]:
-    """Compute a column with a value per token for all groups of a batch in a single call.
+def score_batch(
+    model: ModelRank, batch: Batch, column: str, config: RunConfig
+) -> dict[str, list[Array]]:
+    """Return a column that a model computes, with an entry per token, for the groups of a batch."""
+    groups = [
+        dict(zip(SEQUENCE_COLUMNS, cells, strict=True))
+        for cells in zip(*(batch[name] for name in SEQUENCE_COLUMNS), strict=True)
+    ]
+    budget = config.pipeline.micro_batch_tokens
+    return {column: model.compute_columns(groups, column, micro_batch_tokens=budget)}
 
-    compute: receives the sequences of all groups together, and returns their column. Returns the
-    column of each group.
-    """
-    concatenated = {
-        name: np.concatenate([np.zeros(0, COLUMN_SPECS[name].dtype), *batch[name]])
-        for name in SEQUENCE_COLUMNS
-    }
-    ends = np.cumsum([len(token_ids) for token_ids in batch["token_ids"]])
-    # The piece after the last group is empty.
-    return np.split(compute(concatenated), ends)[:-1]
+
+def _iter_split_conflicts(config: RunConfig, call: ModelCall) -> Iterator[Conflict]:
+    key = "reference" if call.role == REFERENCE_CALL.role else "critic.shadow"
+    is_split = config.get_ranks_config(call).world_size > 1
+    yield is_split, f"{key}.world_size", "each worker of an own loop holds a whole model"
 
 
 class UninterruptedStep:
@@ -412,11 +416,7 @@ class CriticWorker(TrainedWorker):
     @transfers("P3D")
     def compute_values(self, batch: Batch) -> dict[str, list[Array]]:
         """Compute the value of each token; return the column values, or cost_values for costs."""
-        compute = partial(
-            self._trainer.model.compute_values,
-            micro_batch_tokens=self._config.pipeline.micro_batch_tokens,
-        )
-        return {self._column: compute_concatenated(batch, compute)}
+        return score_batch(self._trainer.model, batch, self._column, self._config)
 
     @transfers("TO_ALL_FROM_FIRST")
     def update_critic(self, batch: Batch) -> Metrics:
@@ -441,9 +441,14 @@ class ScorerWorker:
         if not self._calls:
             roles = dict.fromkeys(c.role for c in SOURCE_CALLS if c.kind is CallKind.SCORE)
             raise ConfigError(f"ScorerWorker: role={role}: must be one of {', '.join(roles)}")
-        self._role = role
-        self._loop = asyncio.Runner()
-        self._scorer = self._loop.run(RealEngineFactory().make_scorer(config, max_length, role))
+        self._role, self._config = role, config
+        self._loop, engines = asyncio.Runner(), RealEngineFactory()
+        if role in REWARD_ROLES:
+            self._scorer = self._loop.run(engines.make_reward_scorer(config, role))
+        else:
+            (call,) = self._calls
+            check_conflicts(config, _iter_split_conflicts(config, call))
+            self._model = engines.make_scoring_rank(config, max_length, 0, call)
 
     @transfers("DP")
     def score(self, batch: Batch) -> dict[str, list[Array]]:
@@ -461,26 +466,15 @@ class ScorerWorker:
         return scored
 
     def _score_stage(self, call: ModelCall, batch: Batch) -> dict[str, list[Array]]:
-        if self._scorer.follower is None:
-            groups = zip(batch[PROMPT_COLUMN], get_group_columns(batch), strict=True)
-            return to_batch(self._score_groups(call.stage, list(groups)))
-        # A model reads no prompts, and has the fewest micro-batches if all groups are one.
-        (name,) = call.produces
-
-        def compute(columns: Columns) -> Array:
-            return self._score_groups(call.stage, [(None, columns)])[0][name]
-
-        return {name: compute_concatenated(batch, compute)}
-
-    def _score_groups(
-        self, stage: str, groups: Sequence[tuple[Prompt | None, Columns]]
-    ) -> list[Columns]:
+        if self._role not in REWARD_ROLES:
+            return score_batch(self._model, batch, call.produces[0], self._config)
+        groups = zip(batch[PROMPT_COLUMN], get_group_columns(batch), strict=True)
         experiences = [Experience.make_unqueued(columns, prompt) for prompt, columns in groups]
-        results = self._loop.run(_await_result(self._scorer.stages[stage](experiences)))
+        results = self._loop.run(_await_result(self._scorer.stages[call.stage](experiences)))
         for result in results:
             if isinstance(result, StreamError):
                 raise result
-        return list(results)
+        return to_batch(list(results))
 
 
 async def _await_result(results: Any) -> Any:

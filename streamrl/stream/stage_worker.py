@@ -17,10 +17,13 @@ from streamrl.errors import StreamError
 from streamrl.messages import Columns, Experience, FilteredGroup, GroupLease
 from streamrl.stream.protocols import ReadPartialRollouts, StageContext
 from streamrl.telemetry.rollout_log import RecordedGroup
-from streamrl.weights.versions import FollowerProtocol
 
-StageResult = Columns | FilteredGroup | StreamError
-"""Result for a group: columns, a filter verdict, or an error that counts as a failed attempt."""
+COMMITTED = None
+StageResult = Columns | FilteredGroup | StreamError | None
+"""Result for a group: columns, a filter verdict, or an error that counts as a failed attempt.
+
+COMMITTED if other processes, the ranks of a model, have committed the columns already.
+"""
 ComputeFunction = Callable[[Sequence[Experience]], Awaitable[Sequence[StageResult]]]
 
 POLL_WAIT_S = 1.0
@@ -231,7 +234,8 @@ class CommitBatcher:
                 batch.append(self._results.get_nowait())
             failed = [(lease, r) for lease, r in batch if isinstance(r, StreamError)]
             filtered = [(lease, r) for lease, r in batch if isinstance(r, FilteredGroup)]
-            done = [(le, r) for le, r in batch if not isinstance(r, StreamError | FilteredGroup)]
+            self._queue.forget_leases(lease for lease, r in batch if r is COMMITTED)
+            done = [(lease, r) for lease, r in batch if isinstance(r, Mapping)]
             if done:
                 await self._queue.commit_columns(done)
             if filtered:
@@ -315,13 +319,11 @@ class HostedScorer:
 
     A compute function returns an error in place of a group that it cannot score.
 
-    follower: loads new weights; None if no stage uses a model that is trained.
     drain_recorded, drain_counts: return recorded groups and metric counts since the last call.
     start, close: start and stop the models and processes that the stages need.
     """
 
     stages: Mapping[str, ComputeFunction]
-    follower: FollowerProtocol | None = None
     drain_recorded: Callable[[], Sequence[RecordedGroup]] = tuple
     drain_counts: Callable[[], Mapping[str, float]] = dict
     start: Callable[[], Awaitable[Any]] = _await_nothing

@@ -203,12 +203,13 @@ def _compute_time_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
 
 
 def _merge_by_role(activity: Mapping[str, StageActivity]) -> list[StageActivity]:
-    """Merge the spans of stages that share the processes of a role."""
-    merged: dict[str, StageActivity] = {}
+    """Merge the spans of stages of a kind that share the processes of a role."""
+    merged: dict[tuple[str, str], StageActivity] = {}
     for stage_activity in activity.values():
-        earlier = merged.get(stage_activity.role)
+        key = stage_activity.role, stage_activity.kind
+        earlier = merged.get(key)
         spans = [*earlier.spans, *stage_activity.spans] if earlier else stage_activity.spans
-        merged[stage_activity.role] = replace(stage_activity, spans=spans)
+        merged[key] = replace(stage_activity, spans=spans)
     return list(merged.values())
 
 

@@ -33,7 +33,7 @@ async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_p
     prompt = Prompt("0:1:0", np.array([4], np.int32), ground_truth="9")
     lease = GroupLease(token=1, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
     group = Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))
-    scorer = await RealEngineFactory().make_scorer(config, 64, REWARD_CALL.role)
+    scorer = await RealEngineFactory().make_reward_scorer(config, REWARD_CALL.role)
     (verdict,) = await scorer.stages[REWARD_CALL.stage]([group])
     await scorer.close()
     assert isinstance(verdict, FilteredGroup), "the only right answer came too late"

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 from streamrl.actors.coordination.coordinator import CoordinatorActor
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.generator import HybridActor, HybridActorHandle
-from streamrl.actors.launch.actor_registry import ACTOR_CLASSES, ActorRegistry, ActorRestarts
+from streamrl.actors.launch.actor_registry import ActorRegistry, ActorRestarts, get_actor_class
 from streamrl.actors.launch.driver import RunSession
 from streamrl.actors.liveness import (
     LivenessMonitor,
@@ -25,8 +25,10 @@ from streamrl.actors.liveness import (
     name_unresponsive,
 )
 from streamrl.actors.queue_shard import ShardActor
+from streamrl.actors.scoring_ranks import ScoringRankActor
+from streamrl.actors.trainer import TrainerActor
 from streamrl.config.run_config import load_config
-from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL
+from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL, SOURCE_CALLS
 from streamrl.errors import DeadlineError, FilterLimitError
 from tests.actors.fakes import RECIPE, make_prepared
 from tests.virtual_time import ManualClock
@@ -166,7 +168,8 @@ def test_an_irreplaceable_silent_process_is_reported_once_and_not_killed(
 
 
 def test_every_actor_of_a_run_is_pingable():
-    for actor_class in (*ACTOR_CLASSES.values(), CoordinatorActor, HybridActor, ShardActor):
+    classes = {get_actor_class(call) for call in SOURCE_CALLS} | {TrainerActor, ScoringRankActor}
+    for actor_class in (*classes, CoordinatorActor, HybridActor, ShardActor):
         assert issubclass(actor_class, PingableActor), actor_class
 
 

@@ -47,6 +47,7 @@ def make_context(rank: Any, memory: WorkerMemory | None, **settings: Any) -> Any
     stage = SimpleNamespace(spans=SpanRecorder("trainer-0"))
     return SimpleNamespace(
         config=make_config(**settings),
+        dataflow=SimpleNamespace(followed_roles={POLICY}),
         make_stages=lambda calls, name: (stage,),
         train_columns=(),
         memory=memory,
@@ -65,7 +66,7 @@ def keep_crash_handler_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RENDEZVOUS = RendezvousInfo(
-    ModelCall("train", POLICY, CallKind.TRAIN, (), ()), "trainer", "localhost", 1
+    [ModelCall("train", POLICY, CallKind.TRAIN, (), ())], "trainer", "localhost", 1
 )
 
 

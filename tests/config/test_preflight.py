@@ -113,7 +113,7 @@ def test_demanded_memory_includes_models_that_an_actor_keeps_on_the_host(
 
 def test_demanded_memory_of_a_critic_is_that_of_its_own_model(tmp_path: Path):
     recipe = write_toy(tmp_path) / "recipe.yaml"
-    overrides = ["algorithm.name=ppo", f"critic.path={tmp_path}/critic"]
+    overrides = ["algorithm.name=ppo", f"critic.path={tmp_path}/critic", "critic.replicas=1"]
     shutil.copytree(tmp_path / "model", tmp_path / "critic")
     shape = AutoConfig.from_pretrained(tmp_path / "critic", intermediate_size=64)
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "critic")

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from streamrl.distributed.process_group import (
-    LOAD_TIMEOUT_S,
     allow_slow_ranks,
     join_process_group,
     translate_collective_errors,
 )
+from streamrl.engines.trainer_config import LOAD_TIMEOUT_S
 from streamrl.errors import DeadlineError, RankLostError
 from tests import forked
 from tests.engines.trainer_ranks import find_free_ports

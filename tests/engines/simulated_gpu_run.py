@@ -36,11 +36,11 @@ from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions, TokenScores
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training import model_trainer
-from streamrl.engines.training.forward_scorers import LogprobScorer, ValueScorer
 from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.messages import Columns
 from streamrl.weights.buckets import publish_version, unpack_tensors
+from tests.engines.scoring_models import make_reference, make_shadow_critic
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.simulated_gpu import (
@@ -169,15 +169,20 @@ def find_max_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Ten
 
 def score(path: str, groups: Groups, options: ModelLoadOptions = DEFAULT_OPTIONS) -> dict[str, Any]:
     (columns, *_) = groups.values()
-    policy = LogprobScorer(
-        path, temperature=0.8, micro_batch_tokens=128, dtype="float32", options=options
+    policy, critic = (
+        make_reference(path, options=options),
+        make_shadow_critic(path, options=options),
     )
-    critic = ValueScorer(path, micro_batch_tokens=128, dtype="float32", options=options)
-    torch.nn.init.ones_(critic._model.score.weight)
-    places = {name: p.device.type for name, p in policy._model.named_parameters()}
+    torch.nn.init.ones_(critic._backend.module.score.weight)
+    places = {name: p.device.type for name, p in policy._backend.module.named_parameters()}
+    logprobs, values = (
+        model.compute_columns([columns], name, micro_batch_tokens=128)[0]
+        for model, name in ((policy, "ref_logprobs"), (critic, "values"))
+    )
+    policy.close()
     return {
-        "logprobs": torch.from_numpy(policy.compute_ref_logprobs(columns)["ref_logprobs"]),
-        "values": torch.from_numpy(critic.compute_values(columns)),
+        "logprobs": torch.from_numpy(logprobs),
+        "values": torch.from_numpy(values),
         "layers": sorted({place for name, place in places.items() if ".layers." in name}),
         "others": sorted({place for name, place in places.items() if ".layers." not in name}),
     }
@@ -209,12 +214,8 @@ def watch_offload() -> Measurements:
     with tempfile.TemporaryDirectory() as folder:
         path = save(tiny_model(tied=False, seed=1, layers=LAYERS), Path(folder))
         scorers = [
-            LogprobScorer(
-                path,
-                temperature=1.0,
-                micro_batch_tokens=64,
-                dtype="float32",
-                options=ModelLoadOptions(keeps_layers_on_host=keeps_layers),
+            make_reference(
+                path, temperature=1.0, options=ModelLoadOptions(keeps_layers_on_host=keeps_layers)
             )
             for keeps_layers in (False, True)
         ]
@@ -225,13 +226,13 @@ def watch_offload() -> Measurements:
         copies = (call.subject for call in SimulatedStream.calls if call.action == "copy")
         num_resident.append(sum(memory() is not None for memory in copies))
 
-    for layer in scorers[1]._model.model.layers:
+    for layer in scorers[1]._backend.module.model.layers:
         layer.register_forward_pre_hook(note_layer)
     scores, calls = list[Any](), list[StreamCall]()
     for version in range(2):
         for scorer in scorers:
             SimulatedStream.calls.clear()
-            scores.append(scorer.compute_ref_logprobs(columns)["ref_logprobs"])
+            scores += scorer.compute_columns([columns], "ref_logprobs", micro_batch_tokens=64)
             calls += SimulatedStream.calls if not version else ()
             scorer.copy_weights(newer)
     return {
@@ -266,7 +267,7 @@ def publish_and_pull(path: str, groups: Groups) -> Measurements:
     The copies are those of the third version: until then memory on the host may be given up.
     """
     trainer = make_trainer("policy", path, groups)
-    scorer = LogprobScorer(path, temperature=1.0, micro_batch_tokens=128, dtype="float32")
+    scorer = make_reference(path, temperature=1.0)
     writer, reader = LocalWriter(), LocalReader()
     for version in range(3):
         train_step(trainer, groups)
@@ -276,11 +277,12 @@ def publish_and_pull(path: str, groups: Groups) -> Measurements:
             trainer.full_state(), version=version, bucket_bytes=1 << 14, writer=writer
         )
         published, waits = SimulatedGpu.host_copies, GpuModule.num_waits - waits_before
-        scorer.copy_weights(unpack_tensors(manifest, reader.fetch_buckets(manifest)))
+        tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+        scorer.copy_weights(scorer.build_full(tensors))
     pulled, host_bytes = SimulatedGpu.host_copies, SimulatedGpu.host_bytes - bytes_before
     names = {slot.name for bucket in manifest.buckets for slot in bucket.slots}
     state = {name: tensor.cpu() for name, tensor in trainer.merged_state()}
-    loaded = dict(scorer._model.named_parameters())
+    loaded = dict(scorer._backend.module.named_parameters())
     trainer.close()
     return {
         "tensors": len(names),

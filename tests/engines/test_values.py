@@ -11,10 +11,10 @@ from streamrl.engines.models.forward import (
     load_value_model,
     shift_right,
 )
-from streamrl.engines.training.forward_scorers import ValueScorer
 from streamrl.errors import WeightsError
 from streamrl.messages import GroupInfo, check_column_sizes, measure_columns, split_token_column
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
+from tests.engines.scoring_models import make_shadow_critic
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import save, tiny_model
 
@@ -46,15 +46,20 @@ def test_a_value_depends_on_the_tokens_before_its_own(model_path):
     torch.testing.assert_close(values[0, 1:], expected[:-1])
 
 
-def scorer_of(model_path, **facts):
-    return ValueScorer(model_path, micro_batch_tokens=64, dtype="float32", **facts)
+def compute_values(critic):
+    (values,) = critic.compute_columns([COLUMNS], "values", micro_batch_tokens=64)
+    return values
+
+
+def follow(critic, tensors):
+    critic.copy_weights(critic.build_full(tensors))
 
 
 def test_a_value_scorer_follows_the_critic(model_path):
-    scorer, trained = scorer_of(model_path), make_critic_with_head(model_path)
-    assert not scorer.compute_values(COLUMNS).any()
-    scorer.copy_weights(dict(trained.named_parameters(remove_duplicate=False)))
-    values = scorer.compute_values(COLUMNS)
+    scorer, trained = make_shadow_critic(model_path), make_critic_with_head(model_path)
+    assert not compute_values(scorer).any()
+    follow(scorer, dict(trained.named_parameters(remove_duplicate=False)))
+    values = compute_values(scorer)
     check_column_sizes(measure_columns({"values": values}), GroupInfo.from_columns(COLUMNS))
     expected = []
     for ids in split_token_column(COLUMNS["token_ids"], COLUMNS["lengths"]):
@@ -72,28 +77,24 @@ def test_a_value_scorer_merges_adapters_and_loads_the_head(model_path):
     published |= {name: p for name, p in trained.named_parameters() if name.startswith("score.")}
     with torch.no_grad():
         trained.get_submodule(layer).weight += 0.5 * b @ a
-    scorer, expected = scorer_of(model_path), scorer_of(model_path)
-    expected.copy_weights(dict(trained.named_parameters(remove_duplicate=False)))
+    scorer, expected = make_shadow_critic(model_path), make_shadow_critic(model_path)
+    follow(expected, dict(trained.named_parameters(remove_duplicate=False)))
     for _ in range(2):
-        scorer.copy_weights(published)
-        np.testing.assert_allclose(
-            scorer.compute_values(COLUMNS), expected.compute_values(COLUMNS), atol=1e-6
-        )
+        follow(scorer, published)
+        np.testing.assert_allclose(compute_values(scorer), compute_values(expected), atol=1e-6)
 
 
 def test_a_value_scorer_of_a_shared_model_loads_its_part_of_the_policy(model_path):
     model = load_two_headed_model(model_path, dtype=torch.float32).eval()
     critic = make_critic_with_head(model_path)
     model.score.load_state_dict(critic.score.state_dict())
-    shared = scorer_of(model_path, shares_policy=True)
-    shared.copy_weights(dict(model.named_parameters(remove_duplicate=False)))
-    separate = scorer_of(model_path)
-    separate.copy_weights(dict(critic.named_parameters(remove_duplicate=False)))
-    np.testing.assert_allclose(
-        shared.compute_values(COLUMNS), separate.compute_values(COLUMNS), atol=1e-6
-    )
+    shared = make_shadow_critic(model_path, shares_policy=True)
+    follow(shared, dict(model.named_parameters(remove_duplicate=False)))
+    separate = make_shadow_critic(model_path)
+    follow(separate, dict(critic.named_parameters(remove_duplicate=False)))
+    np.testing.assert_allclose(compute_values(shared), compute_values(separate), atol=1e-6)
     with pytest.raises(WeightsError, match="the weights lack"):
-        shared.copy_weights(dict(tiny_model(tied=True, seed=1).named_parameters()))
+        follow(shared, dict(tiny_model(tied=True, seed=1).named_parameters()))
 
 
 def test_two_heads_of_a_forward_pass_equal_two_models(model_path):

@@ -28,15 +28,16 @@ from streamrl.buffer.micro_batch_schedule import MicroBatch, Round
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models import activation_checkpointing
+from streamrl.engines.models.forward import load_model
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training.forward_scorers import LogprobScorer
 from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.tasks import CriticTask, PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.errors import CheckpointError, StreamError
-from streamrl.messages import Columns
+from streamrl.messages import Columns, columns_to_rollouts
 from tests import forked
 from tests.engines.tiny_groups import make_groups
+from tests.engines.tiny_qwen import forward_logprobs
 from tests.engines.trainer_layouts import CUTS, ONE, Layout
 
 TEMPERATURE = 0.8
@@ -470,16 +471,21 @@ def train_row(
 
 
 @cache
+@torch.no_grad()
 def scored_groups(model_path: str) -> dict[str, Columns]:
     """Make groups of plausible rollouts with the columns that any algorithm needs."""
-    scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)
+    module = load_model(model_path, dtype=torch.float32)
     groups: dict[str, Columns] = {}
     for uid, columns in GROUPS.items():
         scores = columns["scores"]
+        logprobs = [
+            forward_logprobs(module, rollout, temperature=TEMPERATURE)
+            for rollout in columns_to_rollouts(columns)
+        ]
         expected = np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)
         groups[uid] = {
             **columns,
-            "generator_logprobs": scorer.compute_ref_logprobs(columns)["ref_logprobs"],
+            "generator_logprobs": np.concatenate(logprobs).astype(np.float32),
             "reward/right": scores,
             "baseline_scores": np.full_like(scores, scores.mean()),
             "costs": 1 - scores,

@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -26,6 +26,7 @@ from streamrl.actors.coordination.run_persistence import RunPersistence
 from streamrl.actors.coordination.step_reporter import StepReporter, StepSnapshot
 from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.liveness import PingableActor
+from streamrl.actors.rank_calls import lead_scoring, make_scoring_limits
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
@@ -146,7 +147,9 @@ class CoordinatorActor(PingableActor):
         config, pipeline = self._config, self._config.pipeline
         per_step = pipeline.groups_per_step
         sources: dict[str, PublishFunction] = {
-            role: trainer.publish_weights for role, trainer in self._trainers.items()
+            role: trainer.publish_weights
+            for role, trainer in self._trainers.items()
+            if role in config.dataflow.followed_roles
         }
         if config.reference.every:
             sources[EMA_REFERENCE] = self._trainers[POLICY].publish_reference
@@ -272,7 +275,8 @@ class CoordinatorActor(PingableActor):
         watching = asyncio.create_task(
             watch_stalls(self._run_state, self._queue, self._config.pipeline)
         )
-        tasks = {training, admitting, reporting, watching}
+        scoring = [asyncio.create_task(loop) for loop in self._make_scoring_loops()]
+        tasks = {training, admitting, reporting, watching, *scoring}
         while not training.done():
             done, _ = await asyncio.wait(
                 {task for task in tasks if task not in (admitting, watching) or not task.done()},
@@ -283,9 +287,26 @@ class CoordinatorActor(PingableActor):
         training.result()
         self._run_state.request_stop()
         # Admission may be waiting for capacity that no consumer frees any more.
-        for task in (watching, admitting):
+        for task in (watching, admitting, *scoring):
             task.cancel()
-        await asyncio.wait([watching, admitting])
+        await asyncio.wait([watching, admitting, *scoring])
+
+    def _make_scoring_loops(self) -> list[Coroutine[Any, Any, None]]:
+        """Return the loop of each stage whose groups the ranks of a trained model score."""
+        return [
+            lead_scoring(
+                StageContext(
+                    call.stage,
+                    ExperienceQueue(self._queue.shards, trainer.role),
+                    self._lease,
+                    self._loop_spans,
+                ),
+                trainer.score_groups,
+                make_scoring_limits(self._config, trainer.dp_size),
+            )
+            for trainer in self._trainers.values()
+            for call in trainer.hosted_calls
+        ]
 
     async def _run_training(self) -> None:
         """Train all steps of the run.

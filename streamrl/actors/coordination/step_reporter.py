@@ -253,14 +253,16 @@ class StepReporter:
         for role in self._roles:
             spans = [s for s in self._spans[role.role] if s.end_s > self._window_start]
             self._spans[role.role] = spans
-            first, *other_stages = [call.stage for call in role.calls]
-            spans_by_stage = {first: [span for span in spans if span.name not in other_stages]}
-            spans_by_stage |= {
-                stage: [span for span in spans if span.name == stage] for stage in other_stages
-            }
-            for stage, stage_spans in spans_by_stage.items():
-                activity[stage] = StageActivity(
-                    role.kind.value, role.role, len(role.actors), stage_spans
+            first, *others = [call.stage for call in role.calls]
+            spans_by_stage: dict[str, list[Span]] = {call.stage: [] for call in role.calls}
+            for span in spans:
+                spans_by_stage[span.name if span.name in others else first].append(span)
+            for call in role.calls:
+                activity[call.stage] = StageActivity(
+                    call.kind.value,
+                    role.role,
+                    len(role.actors),
+                    spans_by_stage[call.stage],
                 )
         return activity
 

@@ -1,15 +1,13 @@
 """Trainer ranks of a model as a single object for the training loop; tensors stay on the ranks."""
 
 import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from streamrl.actors.coordination.role_actors import RoleActors
-from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor, gather_replies
+from streamrl.actors.rank_calls import RankCalls
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import POLICY
+from streamrl.dataflow import POLICY, CallKind
 from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
 from streamrl.run_dir.checkpoint import CheckpointWriter
 from streamrl.stream.train_step import add_metric_sums
@@ -73,16 +71,27 @@ class TrainerGroup(ParallelTrainer):
         self._num_published = 0
         self._published_version = -1
         self._has_logprob_check = False
-        self._name = ranks.names[0].rpartition("-")[0]
-        self._ranks = ranks.actors
-        trainer_config = self._trainer_config
-        self._dp_ranks = [trainer_config.get_dp_rank(i) for i in range(len(self._ranks))]
-        self._timeout_s = trainer_config.collective_timeout_s + CALL_TIMEOUT_S
-        # A publish may include a logprob check, which is a forward pass.
-        self._is_publish_collective = trainer_config.has_collective_forward or (
-            is_policy and config.needs_resharding
-        )
         self._publish_lock = asyncio.Lock()
+        self.hosted_calls = [call for call in ranks.calls if call.kind is CallKind.SCORE]
+        self._updates_left = 0
+        plan = self.update_plan
+        self._updates_per_step = plan.num_epochs * plan.num_mini_batches
+        self._ranks = RankCalls(
+            ranks.names,
+            ranks.actors,
+            self._trainer_config,
+            # A publish may include a logprob check, which is a forward pass. And no group may be
+            # scored between two updates of a step.
+            is_collective=self._trainer_config.has_collective_forward
+            or (is_policy and config.needs_resharding)
+            or bool(self.hosted_calls and self._updates_per_step > 1),
+        )
+        self.score_groups = self._ranks.score_groups
+
+    def begin_step(self, version: int, adaptive_params: Mapping[str, float]) -> None:
+        super().begin_step(version, adaptive_params)
+        self._updates_left = self._updates_per_step
+        self._ranks.holds_version.set()
 
     async def plan_step(self, uids: Sequence[str], rounds: Sequence[ScheduledRound]) -> None:
         """Let every rank prepare the training step, if the algorithm needs all groups at once.
@@ -92,9 +101,11 @@ class TrainerGroup(ParallelTrainer):
         if not self.update_plan.requires_full_step:
             return
         to_precompute = self.select_precomputed(rounds)
-        async with self._exclude_publish():
-            planned = [[batches[rank] for batches in to_precompute] for rank in self._dp_ranks]
-            await self._call_each_rank(
+        async with self._ranks.exclude_others():
+            planned = [
+                [batches[rank] for batches in to_precompute] for rank in self._ranks.dp_ranks
+            ]
+            await self._ranks.call_each_rank(
                 "plan_step",
                 [(uids, batches, self._adaptive_params, self._version) for batches in planned],
             )
@@ -102,9 +113,9 @@ class TrainerGroup(ParallelTrainer):
     async def train_round(self, micro_batches: Round, *, epoch: int) -> Mapping[str, float]:
         """Train a round, one micro-batch per data-parallel rank; return the sums over the ranks."""
         step = (epoch, self._version, self._adaptive_params)
-        async with self._exclude_publish():
-            rank_sums = await self._call_each_rank(
-                "train_micro_batch", [(micro_batches[rank], *step) for rank in self._dp_ranks]
+        async with self._ranks.exclude_others():
+            rank_sums = await self._ranks.call_each_rank(
+                "train_micro_batch", [(micro_batches[rank], *step) for rank in self._ranks.dp_ranks]
             )
         return self.sum_over_ranks(rank_sums)
 
@@ -113,21 +124,25 @@ class TrainerGroup(ParallelTrainer):
 
         sums: sums of all rounds of the update.
         """
-        async with self._exclude_publish():
-            replies = await self._call_ranks("update", sums, self._version)
+        async with self._ranks.exclude_others():
+            self._ranks.holds_version.clear()
+            replies = await self._ranks.call_ranks("update", sums, self._version)
+            self._updates_left -= 1
+            if not self._updates_left:
+                self._ranks.holds_version.set()
         metrics: Mapping[str, float] = replies[0]
         return metrics
 
     async def publish_weights(self, version: int, followers: Sequence[str]) -> WeightManifest:
         """Publish the model as `version` to these followers; return the manifest."""
-        async with self._publish_lock:
+        async with self._publish_lock, self._ranks.exclude_others():
             if version != self._published_version:  # a retry repeats the first decision
                 # Decided here, not per rank: the check is a collective, and after a failed send the
                 # counts of the ranks could differ.
                 self._has_logprob_check = is_logprob_check_due(
                     self._num_published, every=self._probe_every
                 )
-            manifest, *_ = await self._call_ranks(
+            manifest, *_ = await self._ranks.call_ranks(
                 "publish_weights", version, followers, self._has_logprob_check
             )
             self._num_published += version != self._published_version
@@ -137,40 +152,15 @@ class TrainerGroup(ParallelTrainer):
 
     async def publish_reference(self, version: int, followers: Sequence[str]) -> WeightManifest:
         """Update the policy's EMA reference and publish it as `version`; return the manifest."""
-        async with self._publish_lock:
-            manifest, *_ = await self._call_ranks("publish_reference", version, followers)
+        async with self._publish_lock, self._ranks.exclude_others():
+            manifest, *_ = await self._ranks.call_ranks("publish_reference", version, followers)
         assert isinstance(manifest, WeightManifest)
         return manifest
 
     async def save_checkpoint(self, writer: CheckpointWriter) -> None:
         folders = writer.get_role_dirs(self.role)
-        async with self._exclude_publish():
-            for proofs in await self._call_ranks(
+        async with self._ranks.exclude_others():
+            for proofs in await self._ranks.call_ranks(
                 "save_checkpoint", *folders, timeout_s=SAVE_TIMEOUT_S
             ):
                 writer.add_proofs(proofs)
-
-    def _exclude_publish(self) -> contextlib.AbstractAsyncContextManager[object]:
-        """Return the lock that keeps publishing and another call apart where both are collectives.
-
-        Two collectives started concurrently could start in different orders on two ranks and
-        deadlock. Where publishing is no collective, returns a context that does nothing.
-        """
-        return self._publish_lock if self._is_publish_collective else contextlib.nullcontext()
-
-    async def _call_ranks(
-        self, method: str, *arguments: Any, timeout_s: float | None = None
-    ) -> list[Any]:
-        """Call a method of every rank with the same arguments; return the replies by rank."""
-        return await self._call_each_rank(method, [arguments] * len(self._ranks), timeout_s)
-
-    async def _call_each_rank(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float | None = None
-    ) -> list[Any]:
-        """Call a method of every rank with its own arguments; return the replies by rank."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        calls = (
-            call_actor(rank, f"{self._name}-{i}", method, *values, timeout_s=timeout_s)
-            for i, (rank, values) in enumerate(zip(self._ranks, arguments, strict=True))
-        )
-        return await gather_replies(*calls)

@@ -31,11 +31,12 @@ from streamrl.actors.launch.placement_groups import (
 )
 from streamrl.actors.launch.ray_cluster import GIB
 from streamrl.actors.queue_shard import MAX_SHARD_RESTARTS, RemoteShard
-from streamrl.actors.replica import ScorerActor
+from streamrl.actors.replica import RewardActor
+from streamrl.actors.scoring_ranks import ModelScorerActor
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.config.preflight import PreparedRun, list_resource_demands
-from streamrl.config.role_counts import assign_slots
+from streamrl.config.role_counts import assign_slots, count_ranks_per_replica
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, POLICY, SERVING_ROLES, CallKind, ModelCall
 from streamrl.distributed.devices import NCCL_ENV, make_device_env
@@ -73,11 +74,13 @@ def make_hybrid_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
 
 RESTARTABLE_KINDS = (CallKind.GENERATE, CallKind.SCORE)
 """Stages whose actors Ray restarts after a death: their state is in the queue."""
-ACTOR_CLASSES = {
-    CallKind.GENERATE: GeneratorActor,
-    CallKind.SCORE: ScorerActor,
-    CallKind.TRAIN: TrainerActor,
-}
+
+
+def get_actor_class(call: ModelCall) -> Any:
+    """Return the class of the actors that serve a model call."""
+    if call.kind is CallKind.SCORE:
+        return RewardActor if SERVING_ROLES[call.role].is_reward else ModelScorerActor
+    return GeneratorActor if call.kind is CallKind.GENERATE else TrainerActor
 
 
 @dataclass
@@ -167,13 +170,17 @@ class ActorRegistry:
         hybrid_roles = (GENERATE_CALL.role, POLICY) if is_hybrid else ()
         hosts = self._create_hybrid_actors() if is_hybrid else []
         for role, demand in self._demands.items():
-            names = [f"{demand.role}-{i}" for i in range(demand.count)]
+            # The leader of a model's ranks creates the actors of the others.
+            ranks = count_ranks_per_replica(self._config, role)
+            names = [f"{demand.role}-{i}" for i in range(demand.count // ranks)]
             if role in hybrid_roles:
                 actors = [HybridActorHandle(host, demand.role) for host in hosts]
                 self.actors.update(zip(names, actors, strict=True))
             else:
                 actors = [
-                    self._create_role_actor(name, demand, self._make_slot_options(demand, i))
+                    self._create_role_actor(
+                        name, demand, self._make_slot_options(demand, i * ranks)
+                    )
                     for i, name in enumerate(names)
                 ]
             self.roles[role] = RoleActors(demand.calls, names, actors)
@@ -231,8 +238,8 @@ class ActorRegistry:
 
     def _make_slot_options(self, demand: ResourceDemand, index: int) -> dict[str, Any]:
         """Return the Ray options that place actor `index` of a demand, in a slot if reserved."""
-        options = self._reserved_slots.options.get(demand.calls[0].role)
-        return options[index] if options else self._make_node_options(demand)
+        options = self._reserved_slots.options.get(demand.calls[0].role, ())
+        return options[index] if index < len(options) else self._make_node_options(demand)
 
     def _make_node_options(self, demand: ResourceDemand) -> dict[str, Any]:
         """Return the Ray options of an actor without a slot.
@@ -282,22 +289,35 @@ class ActorRegistry:
         for role in self.roles.values():
             arguments: tuple[Any, ...] = (role.calls,)
             if role.kind is CallKind.TRAIN:
-                name, (call,) = role.names[0], role.calls
+                name = role.names[0]
                 # Long timeout: the first call of a process waits for its imports.
                 reply = role.actors[0].find_rendezvous.remote()
                 address = fetch_reply(
                     reply, f"{name}.find_rendezvous", self._config.generator.start_timeout_s
                 )
-                rendezvous = RendezvousInfo(call, name.rpartition("-")[0], *address)
+                rendezvous = RendezvousInfo(role.calls, name.rpartition("-")[0], *address)
                 training_state_dir = (
-                    checkpoint.get_role_dirs(call.role)[1].absolute() if checkpoint else None
+                    checkpoint.get_role_dirs(role.role)[1].absolute() if checkpoint else None
                 )
                 arguments = (rendezvous, training_state_dir)
             for i, (actor, name) in enumerate(zip(role.actors, role.names, strict=True)):
+                if role.kind in RESTARTABLE_KINDS:
+                    arguments = self._make_start_arguments(role, i)
                 replies[actor.start.remote(context, i, *arguments)] = name
                 if role.kind in RESTARTABLE_KINDS and not isinstance(actor, HybridActorHandle):
                     self._register_restart(name, i, role)
         return replies
+
+    def _make_start_arguments(self, role: RoleActors, replica: int) -> tuple[Any, ...]:
+        """Return the arguments of `start` of a replica: its calls, and options of other ranks."""
+        ranks = count_ranks_per_replica(self._config, role.role)
+        if ranks == 1:
+            return (role.calls,)
+        demand = self._demands[role.role]
+        return role.calls, [
+            self._make_actor_options(demand, self._make_slot_options(demand, replica * ranks + i))
+            for i in range(1, ranks)
+        ]
 
     # Scaling.
 
@@ -315,7 +335,8 @@ class ActorRegistry:
             replace(
                 demand,
                 setting="now and on request",
-                count=counts.get(role, len(self.roles[role].names)),
+                count=counts.get(role, len(self.roles[role].names))
+                * count_ranks_per_replica(self._config, role),
             )
             for role, demand in self._demands.items()
         ]
@@ -348,9 +369,10 @@ class ActorRegistry:
     def start_replica(self, name: str, role: str) -> Any:
         """Send `start` to a new replica; return the pending reply."""
         assert self._context is not None
-        number, calls = int(name.rpartition("-")[2]), self.roles[role].calls
-        self._register_restart(name, number, self.roles[role])
-        return self.actors[name].start.remote(self._context, number, calls)
+        number, arguments = self._register_restart(
+            name, int(name.rpartition("-")[2]), self.roles[role]
+        )
+        return self.actors[name].start.remote(self._context, number, *arguments)
 
     def register_replica(self, name: str, role: str) -> tuple[Any, Any]:
         """Add a started replica to its role and run its loops.
@@ -417,15 +439,21 @@ class ActorRegistry:
         self, name: str, demand: ResourceDemand, placement_options: Mapping[str, Any]
     ) -> Any:
         call = demand.calls[0]
-        variables = make_worker_env(self._config, call, on_gpu=self._on_gpu)
+        options = self._make_actor_options(demand, placement_options)
+        if call.kind in RESTARTABLE_KINDS:
+            options["max_restarts"] = self._config.run.max_restarts
+        return self.create_actor(name, get_actor_class(call), options=options)
+
+    def _make_actor_options(
+        self, demand: ResourceDemand, placement_options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the Ray options of an actor: its place and its environment variables."""
+        variables = make_worker_env(self._config, demand.calls[0], on_gpu=self._on_gpu)
         variables[RUN_TOKEN_ENV] = self.token
         if self._on_gpu and not demand.gpus:
             # By default, a cluster leaves all GPUs visible to actors that request none.
             variables["CUDA_VISIBLE_DEVICES"] = ""
-        options = {**placement_options, "runtime_env": {"env_vars": variables}}
-        if call.kind in RESTARTABLE_KINDS:
-            options["max_restarts"] = self._config.run.max_restarts
-        return self.create_actor(name, ACTOR_CLASSES[call.kind], options=options)
+        return {**placement_options, "runtime_env": {"env_vars": variables}}
 
     def _is_node_bound(self, demand: ResourceDemand) -> bool:
         """Return whether these actors must run on the node of the weights' shared memory.
@@ -436,14 +464,19 @@ class ActorRegistry:
             call.followed_role or call.kind is CallKind.TRAIN for call in demand.calls
         )
 
-    def _register_restart(self, name: str, index: int, role: RoleActors) -> None:
+    def _register_restart(
+        self, name: str, index: int, role: RoleActors
+    ) -> tuple[int, tuple[Any, ...]]:
+        """Register what starts a replica again; return its number and arguments of `start`."""
+        arguments = self._make_start_arguments(role, index)
         # Retries make the call wait for the restarted process.
         restart = self.actors[name].start.options(max_task_retries=-1)
         self.restarts[name] = ActorRestarts(
-            partial(restart.remote, self._context, index, role.calls),
+            partial(restart.remote, self._context, index, *arguments),
             self._config.run.max_restarts,
             "run.max_restarts",
         )
+        return index, arguments
 
 
 def _unwrap_handle(actor: Any) -> Any:

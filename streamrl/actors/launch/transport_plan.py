@@ -236,6 +236,8 @@ def _list_published_models(
             followers[role] += demand.count
     sizes = {}
     for role in config.dataflow.trained_roles:
+        if role not in config.dataflow.followed_roles:
+            continue
         trainer = config.get_trainer_config(role)
         elements = count_trained_params(_load_role_skeleton(config, role), trainer)
         sizes[role] = elements * resolve_trainer_dtype(trainer).itemsize

@@ -52,6 +52,22 @@ def _replace_meta_weights(layers: Iterable[Any]) -> Iterator[None]:
             layer.weight = weight.requires_grad_(layer.weight.requires_grad)
 
 
+@contextmanager
+def disable_adapters(module: PreTrainedModel) -> Iterator[None]:
+    """Context in which a model computes without its LoRA adapters, if it has any."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    # peft's enable_adapters would also change which parameters have gradients.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 def find_lora_layers(module: PreTrainedModel, *, section: str = "trainer") -> list[str]:
     """Return the names of the linear layers, which get LoRA adapters; heads get none.
 

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -46,15 +45,8 @@ from streamrl.data.chat_template import load_tokenizer
 from streamrl.distributed.devices import (
     get_local_device,
     has_local_gpu,
-    has_run_gpus,
     synchronize_device,
     synchronize_stream,
-)
-from streamrl.distributed.process_group import (
-    LOAD_TIMEOUT_S,
-    allow_slow_ranks,
-    join_process_group,
-    translate_collective_errors,
 )
 from streamrl.engines.checkpoint.sharded_state import (
     TrainerProgress,
@@ -70,13 +62,8 @@ from streamrl.engines.checkpoint.sharded_state import (
 from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
 from streamrl.engines.memory.peak_memory import keep_heap_compact
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
-from streamrl.engines.models.forward import compute_token_logprobs, compute_token_values
+from streamrl.engines.models.forward import compute_token_logprobs
 from streamrl.engines.models.lora import add_lora_adapters
-from streamrl.engines.models.packed_rows import (
-    join_sequence_group,
-    share_tokens,
-)
-from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.trainer_config import OFFLOAD, SAVE_TIMEOUT_S, TrainerConfig
 from streamrl.engines.training.collate import (
     average_advantage,
@@ -84,12 +71,12 @@ from streamrl.engines.training.collate import (
     derive_columns,
     find_token_slice,
 )
-from streamrl.engines.training.forward_scorers import compute_token_column
+from streamrl.engines.training.model_rank import ModelRank
 from streamrl.engines.training.optimizer_offload import OptimizerOffload
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask
-from streamrl.engines.training.training_backend import TrainingBackend, make_backend
+from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.errors import CheckpointError, DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors, write_atomic
 from streamrl.files.hf_config import GENERATION_CONFIG, WEIGHTS_FILE, WEIGHTS_INDEX
@@ -103,19 +90,16 @@ from streamrl.resharding.layouts import ModelLayout, TensorShard
 from streamrl.resharding.plans import NodeTopology
 from streamrl.resharding.storage import ShardStorage, create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
-from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_weights
+from streamrl.weights.parameters import LORA_SCALE, build_full_weights
 
 BUCKET_BYTES = 16 * 2**20
 """Bytes that a transfer has in flight at a time; gloo buffers as much again."""
 
 
-class ModelTrainer:
-    """A rank of a trainer. All ranks must call the same methods in the same order, except `close`.
+class ModelTrainer(ModelRank):
+    """A rank of a trained model; the calls of all ranks are those of `ModelRank`."""
 
-    With several ranks, MASTER_ADDR and MASTER_PORT in the environment are rank 0's host and a free
-    port. A collective raises DeadlineError after `collective_timeout_s`; the trainer is unusable
-    afterwards.
-    """
+    _task: TrainingTask
 
     def __init__(
         self,
@@ -132,41 +116,24 @@ class ModelTrainer:
         `pretraining` adds a loss on pretraining texts.
         """
         torch.manual_seed(0)
-        torch.set_num_threads(config.resolve_threads(on_gpu=has_run_gpus()))
-        join_process_group(
-            rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s
-        )
-        self.rank = rank
+        super().__init__(task, config=config, rank=rank)
         self.num_updates = 0
-        self._task = task
-        self._config = config
         self._pretraining = pretraining
         self._num_steps = num_steps
         self._plan: StepPlan | None = None
         self._resharder = WeightResharder(config.collective_timeout_s)
-        with self._allow_slow_ranks(LOAD_TIMEOUT_S), keep_heap_compact():
-            self._backend = self._load_model()
         self._advantages: dict[str, dict[int, float]] = {}
         self._optimizer_offload = OptimizerOffload(
             self._backend.iter_optimizer_state,
             excluding=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
         )
 
-    def _load_model(self) -> TrainingBackend:
-        """Load the task's model and shard it."""
-        config, task, is_sharded = self._config, self._task, self._config.has_sharded_params
-        module = task.load_model(resolve_loading_dtype(config), on_meta=is_sharded)
-        weights = StoredWeights(module, task.model_path) if is_sharded else None
-        self._parameters = ParameterSet.from_module(module)
-        if config.sequence_parallel > 1:
-            share_tokens(
-                module,
-                join_sequence_group(
-                    world_size=config.world_size,
-                    size=config.sequence_parallel,
-                    tensor_parallel=config.tensor_parallel,
-                ),
-            )
+    @property
+    def _loading_dtype(self) -> torch.dtype:
+        return resolve_loading_dtype(self._config)
+
+    def _prepare_module(self, module: PreTrainedModel) -> None:
+        config = self._config
         if config.lora_rank:
             add_lora_adapters(module, config)
         if config.gradient_checkpointing:
@@ -177,7 +144,6 @@ class ModelTrainer:
                 offload=offload and has_local_gpu(),
                 chunk_mlps=config.tensor_parallel == 1,
             )
-        return make_backend(module, config, weights)
 
     def set_adaptive_params(self, params: Mapping[str, float]) -> None:
         """Override algorithm settings, by name, with the values of adaptive parameters."""
@@ -375,10 +341,6 @@ class ModelTrainer:
         return sum(t.nbytes for name, t in gathered.items() if name != LORA_SCALE) - local_bytes
 
     @property
-    def has_sharded_params(self) -> bool:
-        return self._backend.has_sharded_params
-
-    @property
     def vocab_size(self) -> int:
         size: int = self._backend.module.config.get_text_config().vocab_size
         return size
@@ -395,33 +357,6 @@ class ModelTrainer:
             )
         logprobs: Array = scores.logprobs[0].cpu().numpy()
         return logprobs
-
-    def compute_values(self, columns: Columns, *, micro_batch_tokens: int) -> Array:
-        """Compute a critic's value of each token, as `ValueScorer.compute_values` does.
-
-        Ranks may have different rollouts, or none. A collective if the parameters are sharded.
-        """
-
-        def compute(batch: TensorDict) -> Tensor:
-            # Gathered parameters stay cached and training reuses them, so they must not be
-            # inference tensors.
-            with torch.inference_mode(False), torch.no_grad():
-                return compute_token_values(
-                    self._backend.forward, batch["token_ids"], batch["attention_mask"]
-                )
-
-        with self._limit_wait("values"):
-            return compute_token_column(
-                columns, compute, micro_batch_tokens, agree_on_rounds=self._find_most_rounds
-            )
-
-    def _find_most_rounds(self, num_rounds: int) -> int:
-        """Return the most forward passes of any rank if they are collectives, else this rank's."""
-        if not self.has_sharded_params:
-            return num_rounds
-        most = torch.tensor(num_rounds, device=get_local_device())
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
 
     def offload_optimizer(self) -> None:
         """Free the memory of the optimizer's state until the next update or checkpoint.
@@ -483,11 +418,8 @@ class ModelTrainer:
                 for _ in state:
                     pass
 
-    def _allow_slow_ranks(self, wait_s: float) -> AbstractContextManager[None]:
-        return allow_slow_ranks(wait_s, timeout_s=self._config.collective_timeout_s)
-
     def _write_model(self, directory: Path, state: Iterator[tuple[str, Tensor]]) -> None:
-        saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_saved(n))
+        saved = ((n, tensor.cpu()) for n, tensor in state if self._task.is_own(n))
         with wrap_checkpoint_errors(directory):
             write_hf_model(
                 directory,
@@ -516,7 +448,7 @@ class ModelTrainer:
         full = build_full_weights(trained, self._parameters, model_path=path, device=cpu)
         dtype = resolve_trainer_dtype(self._config)
         for name in self._parameters.unique_names:
-            if self._task.is_saved(name):
+            if self._task.is_own(name):
                 yield name, full[name] if name in trained else full[name].to(dtype)
 
     @property
@@ -524,19 +456,8 @@ class ModelTrainer:
         assert self._plan is not None, "call plan_step first: the algorithm has scope step"
         return self._plan
 
-    def close(self) -> None:
-        self._backend.close()
-
     def _limit_wait(self, operation: str) -> AbstractContextManager[None]:
-        """Raise DeadlineError or RankLostError if a collective in the context misses other ranks.
-
-        `operation` names the collective in the message.
-        """
-        timeout_s = self._config.collective_timeout_s
-        return translate_collective_errors(
-            f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {operation}"
-            f" of update {self.num_updates}"
-        )
+        return super()._limit_wait(f"{operation} of update {self.num_updates}")
 
 
 def _describe_adapters(config: TrainerConfig) -> str:

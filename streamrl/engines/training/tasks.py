@@ -1,8 +1,9 @@
-"""Training tasks: a task loads a model and computes its loss (policy, critic, or both)."""
+"""Tasks of a model: how to load it, score groups with it and, for trained models, its loss."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from streamrl.algorithms import (
 )
 from streamrl.algorithms.math.losses import critic_loss
 from streamrl.algorithms.objective import find_near_tokens, policy_loss, shared_value_loss
-from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, RETURNS_BY_CRITIC
+from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, REF_LOGPROBS, RETURNS_BY_CRITIC
 from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
@@ -27,8 +28,10 @@ from streamrl.engines.models.forward import (
     compute_token_logprobs,
     compute_token_values,
     load_model,
+    load_skeleton,
     load_two_headed_model,
     load_value_model,
+    load_value_skeleton,
     shift_right,
     shift_scores,
 )
@@ -85,14 +88,32 @@ LossAndSums = tuple[Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class TrainingTask(ABC):
-    """Base of the tasks: a model and its loss under the algorithm `spec`.
+class ModelTask(ABC):
+    """Base of the tasks: a model of the Hugging Face directory `model_path` that scores groups."""
+
+    model_path: str
+
+    @abstractmethod
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
+        """Load the model; with `on_meta` without the weights that its directory stores."""
+
+    @abstractmethod
+    def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
+        """Return the entries [B, T] of a queue column that the model computes for a micro-batch."""
+
+    def is_own(self, name: str) -> bool:
+        """Return whether a published parameter is one of this model, not of a model around it."""
+        return True
+
+
+@dataclass(frozen=True)
+class TrainingTask(ModelTask):
+    """Base of the tasks of trained roles: a model and its loss under the algorithm `spec`.
 
     name: policy or the critic's; the prefix of the metrics. token_columns: columns with an entry
     per token that the loss reads.
     """
 
-    model_path: str
     spec: Algorithm
     settings: AlgorithmSettings
     name: str = field(default=POLICY, kw_only=True)
@@ -101,10 +122,6 @@ class TrainingTask(ABC):
     @property
     @abstractmethod
     def token_columns(self) -> tuple[str, ...]: ...
-
-    @abstractmethod
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-        """Load the model; with `on_meta` without the weights that its directory stores."""
 
     @abstractmethod
     def compute_loss(
@@ -128,10 +145,6 @@ class TrainingTask(ABC):
 
         `sums` are those of `compute_loss`, added over all micro-batches of the update.
         """
-
-    def is_saved(self, name: str) -> bool:
-        """Return whether saved models contain the parameter of that name."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -203,7 +216,10 @@ class PolicyTask(TrainingTask):
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return self.settings.compute_loss_denominator(sums)
 
-    def is_saved(self, name: str) -> bool:
+    def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
+        return self.score_batch(forward, batch).logprobs
+
+    def is_own(self, name: str) -> bool:
         return not name.startswith(VALUE_HEADS)
 
 
@@ -239,6 +255,10 @@ class TwoHeadedTask(PolicyTask):
         scores, values = self._score_both_heads(forward, batch)
         return 0 * (scores.logprobs.sum() + values.sum())
 
+    def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
+        scores, values = self._score_both_heads(forward, batch)
+        return scores.logprobs if column == REF_LOGPROBS else values
+
     def _score_both_heads(
         self, forward: ForwardFunction, batch: TensorDict
     ) -> tuple[TokenScores, Tensor]:
@@ -253,10 +273,15 @@ class TwoHeadedTask(PolicyTask):
 
 @dataclass(frozen=True)
 class CriticTask(TrainingTask):
-    """Trains a critic with PPO's value loss, clipped to the range `clip` (None: not clipped)."""
+    """Trains a critic with PPO's value loss, clipped to the range `clip` (None: not clipped).
+
+    shares_policy: the published model is a policy with a value head, and this one a copy of its
+    body and value head that only computes values.
+    """
 
     clip: float | None
     name: str = field(default=CRITIC, kw_only=True)
+    shares_policy: bool = field(default=False, kw_only=True)
 
     @property
     def token_columns(self) -> tuple[str, ...]:
@@ -278,3 +303,20 @@ class CriticTask(TrainingTask):
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return sums.get("num_tokens", 0.0)
+
+    def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
+        return compute_token_values(forward, batch["token_ids"], batch["attention_mask"])
+
+    def is_own(self, name: str) -> bool:
+        return name not in self._policy_only_names
+
+    @cached_property
+    def _policy_only_names(self) -> set[str]:
+        """Names of the parameters that a shared policy has and its critic lacks."""
+        if not self.shares_policy:
+            return set()
+        policy, critic = (
+            {name for name, _ in load(self.model_path).named_parameters(remove_duplicate=False)}
+            for load in (load_skeleton, load_value_skeleton)
+        )
+        return policy - critic

@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +25,10 @@ from streamrl.engines.checkpoint.sharded_state import ParameterFragment, view_pi
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.activation_checkpointing import iter_chunked_mlps
 from streamrl.engines.models.forward import iter_layers
+from streamrl.engines.models.layer_offload import (
+    get_fsdp_offload_policy,
+    iter_writable_parameters,
+)
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import list_shared_norms, parallelize_layers
 from streamrl.engines.trainer_config import (
@@ -50,6 +54,7 @@ class TrainingBackend:
     has_sharded_params: whether a rank holds only a shard of the parameters; `full_state` is then
     collective.
     optimizer: AdamW over the `optimizer_tensor` of the fragments; its moments have the same layout.
+    Missing if no parameter is trained.
     """
 
     optimizer: torch.optim.Optimizer
@@ -152,6 +157,13 @@ class TrainingBackend:
 
         May be collective. By default the forward pass uses the tensors that the optimizer updates.
         """
+
+    def copy_full(self, full: Mapping[str, Tensor] | None) -> None:
+        """Copy this rank's part of all parameters into a model that is not trained. Collective.
+
+        full: all parameters by name on rank 0, None on the others.
+        """
+        raise NotImplementedError
 
     def close(self) -> None:
         """Destroy the process group."""
@@ -443,15 +455,21 @@ class TorchBackend(TrainingBackend):
         self._has_copies = self._dtype != torch.float32 and not self._is_sharded
         if self._has_copies:
             self._cast_module()
-        self.optimizer = self._make_optimizer(self._local_params.values())
+        if self._local_params:
+            self.optimizer = self._make_optimizer(self._local_params.values())
 
     def _apply_fsdp(self) -> None:
         """Shard the parameters of the decoder layers and the rest over the data-parallel ranks."""
+        offload = get_fsdp_offload_policy(keeps_on_host=self._config.keeps_layers_on_host)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         for submodule in (*iter_layers(self.module), self.module):
             # By default the root stays gathered after a forward pass without a backward pass.
             sharded = fully_shard(
-                submodule, mesh=self._dp_mesh, reshard_after_forward=True, mp_policy=policy
+                submodule,
+                mesh=self._dp_mesh,
+                reshard_after_forward=True,
+                mp_policy=policy,
+                offload_policy=offload,
             )
             # Sum gradients instead of averaging; `update` divides.
             sharded.set_gradient_divide_factor(1.0)
@@ -461,11 +479,13 @@ class TorchBackend(TrainingBackend):
     def _read_shards(self, weights: StoredWeights) -> None:
         """Allocate this rank's shards of a model on the meta device, and read them."""
         tensors = list(weights.iter_tensors())
+        keeps_on_host = self._config.keeps_layers_on_host
+        device = torch.device("cpu") if keeps_on_host else get_local_device()
         for stored in tensors:
             old = stored.value
             is_frozen = isinstance(old, Parameter) and not old.requires_grad
             dtype = self._dtype if is_frozen else old.dtype
-            stored.replace_value(torch.empty_like(old, dtype=dtype, device=get_local_device()))
+            stored.replace_value(torch.empty_like(old, dtype=dtype, device=device))
         # FSDP2 pads the new shards; it looks for them in its own _apply.
         self.module._apply(lambda tensor: tensor)
         for stored in tensors:
@@ -543,6 +563,21 @@ class TorchBackend(TrainingBackend):
         if shard is None or not self._is_sharded or not isinstance(tensor, DTensor):
             return shard
         return shard.chunk(0, self._dp_mesh.get_local_rank(), self._dp_mesh.size())
+
+    @torch.no_grad()
+    def copy_full(self, full: Mapping[str, Tensor] | None) -> None:
+        for name, parameter in iter_writable_parameters(self.module):
+            if full is not None:
+                value = full[name]
+            else:
+                value = torch.empty(parameter.shape, dtype=parameter.dtype)
+            if dist.get_world_size() > 1:
+                # One parameter at a time, so that no rank holds the whole model.
+                value = value.to(get_local_device(), parameter.dtype).contiguous()
+                dist.broadcast(value, 0)
+            local, shard = _to_local(parameter), self._find_shard(name, parameter)
+            for piece in shard.pieces if shard is not None else ():
+                view_piece(local, piece).copy_(value[piece.box.slices])
 
     def alias_into(self, served: ShardStorage) -> None:
         # FSDP2 gathers from buffers of its own; a generator aliases whole parameters itself.

@@ -1,0 +1,122 @@
+"""Calls of all ranks of a model, in the same order on every rank."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor, gather_replies
+from streamrl.config.run_config import RunConfig
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.messages import Experience, GroupLease
+from streamrl.pipeline import ScoringLimits, score_groups
+from streamrl.stream.protocols import StageContext
+from streamrl.stream.stage_worker import COMMITTED, StageResult
+from streamrl.telemetry.spans import SpanRecorder
+from streamrl.weights import ServedVersion
+
+RankScore = Callable[[str, Sequence[Experience]], Awaitable[Sequence[StageResult]]]
+"""Has the ranks of a model score groups of a stage and commit the columns."""
+
+
+class RankCalls:
+    """The ranks of a model; each call reaches every rank.
+
+    is_collective: whether calls of the ranks contain collectives. Two that started concurrently
+    could start in different orders on two ranks and deadlock, so `exclude_others` keeps them apart.
+    holds_version: cleared while the ranks' model is between two versions and must not score.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        actors: Sequence[Any],
+        config: TrainerConfig,
+        *,
+        is_collective: bool,
+    ) -> None:
+        self.dp_size = config.dp_size
+        self.dp_ranks = [config.get_dp_rank(rank) for rank in range(len(actors))]
+        self._names, self._actors = names, actors
+        self._timeout_s = config.collective_timeout_s + CALL_TIMEOUT_S
+        self._lock = asyncio.Lock()
+        self._is_collective = is_collective
+        self.holds_version = asyncio.Event()
+        self.holds_version.set()
+
+    def exclude_others(self) -> contextlib.AbstractAsyncContextManager[object]:
+        """Return the context in which calls with collectives must be made."""
+        return self._lock if self._is_collective else contextlib.nullcontext()
+
+    async def call_ranks(
+        self, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call a method of every rank with the same arguments; return the replies by rank."""
+        return await self.call_each_rank(method, [arguments] * len(self._actors), timeout_s)
+
+    async def call_each_rank(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call a method of every rank with its own arguments; return the replies by rank."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        calls = (
+            call_actor(actor, name, method, *values, timeout_s=timeout_s)
+            for actor, name, values in zip(self._actors, self._names, arguments, strict=True)
+        )
+        return await gather_replies(*calls)
+
+    async def score_groups(
+        self, stage: str, experiences: Sequence[Experience]
+    ) -> Sequence[StageResult]:
+        """Have the ranks score leased groups and commit their columns.
+
+        Tensors stay on the ranks: these read the groups from the queue.
+        """
+        shares = share_leases(experiences, self.dp_size)
+        arguments = [(stage, shares[dp_rank]) for dp_rank in self.dp_ranks]
+        while True:
+            await self.holds_version.wait()
+            async with self.exclude_others():
+                if self.holds_version.is_set():
+                    await self.call_each_rank("score_groups", arguments)
+                    return [COMMITTED] * len(experiences)
+
+
+def share_leases(experiences: Sequence[Experience], dp_size: int) -> list[list[GroupLease]]:
+    """Return the groups that each data-parallel rank scores, whole, with about equal tokens."""
+    shares: list[list[GroupLease]] = [[] for _ in range(dp_size)]
+    loads = [0] * dp_size
+    sizes = [(e.info.num_tokens if e.info else 0, e.lease) for e in experiences]
+    for tokens, lease in sorted(sizes, key=lambda size: -size[0]):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(lease)
+        loads[lightest] += tokens
+    return shares
+
+
+def make_scoring_limits(config: RunConfig, dp_size: int) -> ScoringLimits:
+    """Return the limits of a stage whose ranks score: a group for each data-parallel rank a call.
+
+    The loop reads no columns: the ranks do.
+    """
+    return ScoringLimits((), max(config.scorer.max_groups, 2 * dp_size), dp_size)
+
+
+def lead_scoring(
+    stage: StageContext,
+    score: RankScore,
+    limits: ScoringLimits,
+    *,
+    served: ServedVersion | None = None,
+) -> Coroutine[Any, Any, None]:
+    """Return the loop that leases groups of a stage and has the ranks of its model score them.
+
+    score: called with the stage's name and groups. The ranks record the spans of the stage.
+    """
+
+    async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
+        return await score(stage.name, experiences)
+
+    silent = replace(stage, spans=SpanRecorder(stage.spans.process))
+    return score_groups(silent, compute, limits, served=served)

@@ -1,0 +1,190 @@
+"""Ranks that score groups with a model: those of a scorer's replica, and those that train it."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from streamrl.actors.actor_context import ActorContext, ActorReport
+from streamrl.actors.liveness import PingableActor
+from streamrl.actors.rank_calls import (
+    RankCalls,
+    lead_scoring,
+    make_scoring_limits,
+)
+from streamrl.actors.replica import ReplicaActor
+from streamrl.actors.transport.ray_calls import find_rendezvous
+from streamrl.dataflow import SEQUENCE_COLUMNS, ModelCall
+from streamrl.engines.trainer_config import LOAD_TIMEOUT_S
+from streamrl.errors import ActorLostError, DeadlineError, RankLostError
+from streamrl.messages import Array, Columns, Experience, GroupLease
+from streamrl.run_dir.crash_stacks import record_crash_stacks
+from streamrl.stream.protocols import StageContext
+from streamrl.stream.stage_worker import StageResult
+from streamrl.weights import WeightLoadStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from streamrl.engines.training.model_rank import ModelRank
+
+RunInThread = Callable[..., Awaitable[Any]]
+"""Runs a function with arguments in the thread of a rank's model."""
+
+
+@dataclass(frozen=True)
+class GroupScorer:
+    """Scores leased groups of a stage with the model of a rank, and commits their column.
+
+    compute_phase: context in which the rank may compute.
+    """
+
+    call: ModelCall
+    stage: StageContext
+    model: "ModelRank"
+    micro_batch_tokens: int
+    run_in_thread: RunInThread
+    compute_phase: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
+
+    async def score(self, leases: Sequence[GroupLease]) -> None:
+        """Compute and commit the column of these groups; skip those whose lease was lost.
+
+        A collective if the model's forward pass is one; then all ranks must call.
+        """
+        groups = await self.stage.queue.read_leased(leases, SEQUENCE_COLUMNS)
+        lengths = [length for columns in groups.values() for length in columns["lengths"].tolist()]
+        facts = {"groups": len(groups), "rollouts": len(lengths), "tokens": sum(lengths)}
+        async with self.compute_phase():
+            with self.stage.spans.record_span(self.call.stage, **facts):
+                scored = await self.run_in_thread(self._compute_columns, groups)
+        if scored and self.model.is_first_of_batch:
+            await self.stage.queue.commit_columns(scored)
+
+    def _compute_columns(
+        self, groups: Mapping[GroupLease, Columns]
+    ) -> list[tuple[GroupLease, Columns]]:
+        (column,) = self.call.produces
+        leases = self.model.find_common(list(groups))
+        values = self.model.compute_columns(
+            [groups[lease] for lease in leases], column, micro_batch_tokens=self.micro_batch_tokens
+        )
+        return [(lease, {column: array}) for lease, array in zip(leases, values, strict=True)]
+
+
+class ScoringRankActor(PingableActor):
+    """Actor of a rank of a model that only scores; another one, `ModelScorerActor`, leads it."""
+
+    async def start_rank(
+        self, context: ActorContext, calls: Sequence[ModelCall], rank: int, name: str, address: str
+    ) -> None:
+        """Load this rank's part of the model. address: host and port where all ranks meet."""
+        record_crash_stacks(context.run_dir, name)
+        self._thread = ThreadPoolExecutor(1, "scorer")
+        self._full: Mapping[str, Tensor] | None = None
+        host, _, port = address.rpartition(":")
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, port
+        config = context.config
+        self._model: ModelRank = await self._run_in_thread(
+            context.engines.make_scoring_rank, config, context.max_length, rank, calls[0]
+        )
+        stages = context.make_stages(calls, name)
+        self._scorers = {
+            call.stage: GroupScorer(
+                call, stage, self._model, config.pipeline.micro_batch_tokens, self._run_in_thread
+            )
+            for call, stage in zip(calls, stages, strict=True)
+        }
+        self._rank_spans = stages[0].spans
+
+    async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
+        await self._scorers[stage].score(leases)
+
+    async def copy_weights(self) -> None:
+        """Take this rank's part of the version that rank 0 has; all ranks must call."""
+        full, self._full = self._full, None
+        await self._run_in_thread(self._model.copy_weights, full)
+
+    async def drain_spans(self) -> ActorReport:
+        return ActorReport(self._rank_spans.process, self._rank_spans.drain_spans())
+
+    async def _run_in_thread(self, function: Any, *arguments: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, function, *arguments)
+
+
+class ModelScorerActor(ScoringRankActor, ReplicaActor):
+    """Actor that leads the ranks of a copy of a model: leases groups and has the ranks score them.
+
+    It is rank 0 itself and owns the other ranks' actors: they end with this process, which ends if
+    one of them is lost, so that a restart begins with all ranks.
+    """
+
+    async def start(
+        self,
+        context: ActorContext,
+        replica: int,
+        calls: Sequence[ModelCall],
+        peer_options: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Start all ranks. peer_options: Ray options of the actors of ranks 1 and up."""
+        config, role, follows = context.config, calls[0].role, calls[0].followed_role
+        name = f"{role}-{replica}"
+        self._limits_of = config
+        self._join_stream(context, calls, name, follows=follows)
+        peers = [
+            ray.remote(ScoringRankActor).options(**options).remote() for options in peer_options
+        ]
+        names = [name, *(f"{name}/{rank}" for rank in range(1, len(peers) + 1))]
+        actors = [ray.get_runtime_context().current_actor, *peers]
+        ranks_config = config.get_ranks_config(calls[0])
+        self._ranks = RankCalls(names, actors, ranks_config, is_collective=bool(peers))
+        address = "{}:{}".format(*find_rendezvous())
+        starts = [(context, calls, rank, names[rank], address) for rank in range(len(actors))]
+        await self._ranks.call_each_rank("start_rank", starts, LOAD_TIMEOUT_S)
+
+    async def run(self) -> None:
+        """Lease groups and have them scored until the run ends or a drain begins."""
+        limits = make_scoring_limits(self._limits_of, self._ranks.dp_size)
+        loops = [
+            lead_scoring(stage, self._score_on_ranks, limits, served=self._served_version)
+            for stage in self._stages
+        ]
+        await self._run_loops(loops, self)
+
+    async def _score_on_ranks(
+        self, stage: str, experiences: Sequence[Experience]
+    ) -> Sequence[StageResult]:
+        try:
+            return await self._ranks.score_groups(stage, experiences)
+        except (ActorLostError, RankLostError, DeadlineError) as error:
+            return await self._end_with_ranks(error)
+
+    async def load_weights(self, tensors: "Mapping[str, Tensor]", version: int) -> WeightLoadStats:
+        """Copy a version into the ranks; a `FollowerProtocol`."""
+        self._full = await asyncio.to_thread(self._model.build_full, tensors)
+        async with self._ranks.exclude_others():
+            started = time.perf_counter()
+            try:
+                await self._ranks.call_ranks("copy_weights")
+            except (ActorLostError, RankLostError, DeadlineError) as error:
+                await self._end_with_ranks(error)
+            return WeightLoadStats(pause_s=time.perf_counter() - started)
+
+    async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
+        """Return None: a scorer does not sample, so the logprob check does not apply."""
+
+    async def collect_report(self) -> ActorReport:
+        reports = await self._ranks.call_ranks("drain_spans")
+        return replace(reports[0], spans=[span for report in reports for span in report.spans])
+
+    async def _end_with_ranks(self, error: Exception) -> Any:
+        """End this process, and with it all ranks: their process group is broken."""
+        sys.stderr.write(f"{self._name}: its ranks are lost: {error}\n")
+        await self.crash_process()

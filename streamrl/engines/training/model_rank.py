@@ -1,0 +1,222 @@
+"""A rank of a role's model, which scores groups; `ModelTrainer` is a rank that trains as well.
+
+A model that only scores (a reference, a shadow critic, a reward model) is loaded, sharded and
+packed like a trained one, by the same code, and has no optimizer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from streamrl.buffer.micro_batch_schedule import pack_rollouts
+from streamrl.dataflow import REF_LOGPROBS
+from streamrl.distributed.devices import get_local_device, has_run_gpus
+from streamrl.distributed.process_group import (
+    allow_slow_ranks,
+    join_process_group,
+    translate_collective_errors,
+)
+from streamrl.engines.dtypes import resolve_trainer_dtype
+from streamrl.engines.memory.peak_memory import keep_heap_compact
+from streamrl.engines.models.activation_checkpointing import run_mlps_in_chunks
+from streamrl.engines.models.layer_offload import keep_layers_on_host
+from streamrl.engines.models.lora import disable_adapters
+from streamrl.engines.models.packed_rows import join_sequence_group, share_tokens
+from streamrl.engines.models.stored_weights import StoredWeights
+from streamrl.engines.trainer_config import LOAD_TIMEOUT_S, TrainerConfig
+from streamrl.engines.training.collate import build_batch, find_token_slice
+from streamrl.engines.training.tasks import ModelTask
+from streamrl.engines.training.training_backend import TrainingBackend, make_backend
+from streamrl.messages import Array, Columns
+from streamrl.weights.parameters import ParameterSet, build_full_weights
+
+
+class ModelRank:
+    """A rank of a model. All ranks must call the same methods in the same order, except `close`.
+
+    With several ranks, MASTER_ADDR and MASTER_PORT in the environment are rank 0's host and a free
+    port. A collective raises DeadlineError after `collective_timeout_s`; the rank is unusable
+    afterwards.
+    """
+
+    def __init__(self, task: ModelTask, *, config: TrainerConfig, rank: int = 0) -> None:
+        """Join the process group and load the model."""
+        torch.set_num_threads(config.resolve_threads(on_gpu=has_run_gpus()))
+        join_process_group(
+            rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s
+        )
+        self.rank = rank
+        self._task = task
+        self._config = config
+        with self._allow_slow_ranks(LOAD_TIMEOUT_S), keep_heap_compact():
+            self._backend = self._load_model()
+
+    def _load_model(self) -> TrainingBackend:
+        """Load the task's model and shard it."""
+        config, is_sharded = self._config, self._config.has_sharded_params
+        module = self._task.load_model(self._loading_dtype, on_meta=is_sharded)
+        weights = StoredWeights(module, self._task.model_path) if is_sharded else None
+        self._parameters = ParameterSet.from_module(module)
+        if config.sequence_parallel > 1:
+            share_tokens(
+                module,
+                join_sequence_group(
+                    world_size=config.world_size,
+                    size=config.sequence_parallel,
+                    tensor_parallel=config.tensor_parallel,
+                ),
+            )
+        self._prepare_module(module)
+        backend = make_backend(module, config, weights)
+        if config.keeps_layers_on_host:
+            keep_layers_on_host(module)
+        return backend
+
+    @property
+    def _loading_dtype(self) -> torch.dtype:
+        return resolve_trainer_dtype(self._config)
+
+    def _prepare_module(self, module: PreTrainedModel) -> None:
+        """Change the model before it is sharded: one that only scores gets no gradients."""
+        module.requires_grad_(False)
+        if self._config.tensor_parallel == 1:
+            run_mlps_in_chunks(module)
+
+    @property
+    def is_first_of_batch(self) -> bool:
+        """Whether this rank is the first of those that compute the same micro-batches."""
+        return self.rank % self._config.ranks_per_batch == 0
+
+    def find_common(self, keys: Sequence[Any]) -> Sequence[Any]:
+        """Return those keys that all ranks of the same micro-batches have, in this rank's order.
+
+        A collective if there are several such ranks.
+        """
+        size = self._config.ranks_per_batch
+        if size == 1:
+            return keys
+        keys_by_rank: list[Any] = [None] * self._config.world_size
+        with self._limit_wait("their groups"):
+            dist.all_gather_object(keys_by_rank, list(keys))
+        first = self.rank - self.rank % size
+        others = keys_by_rank[first : first + size]
+        return [key for key in keys_by_rank[first] if all(key in rank_keys for rank_keys in others)]
+
+    @property
+    def has_sharded_params(self) -> bool:
+        return self._backend.has_sharded_params
+
+    def compute_columns(
+        self, groups: Sequence[Columns], column: str, *, micro_batch_tokens: int
+    ) -> list[Array]:
+        """Compute a column, float32 with an entry per token, of each group.
+
+        column: ref_logprobs, at the sampling temperature and with LoRA adapters switched off, or a
+        critic's values. Entries are 0 where loss_mask is false. The columns of a group must include
+        token_ids, loss_mask and lengths. Micro-batches have the rollouts of one group, so the
+        result does not depend on the other groups. Ranks may have different groups, or none. A
+        collective if the parameters are sharded. Raises ValueError if a rollout exceeds
+        `micro_batch_tokens`.
+        """
+        forward, module = self._backend.forward, self._backend.module
+
+        def compute(batch: TensorDict) -> Tensor:
+            # Not inference_mode: gathered parameters stay cached, and training reuses them.
+            with torch.no_grad():
+                return self._task.compute_column(forward, batch, column)
+
+        without_adapters = disable_adapters(module) if column == REF_LOGPROBS else nullcontext()
+        with self._limit_wait(column), without_adapters:
+            return compute_token_columns(
+                groups, compute, micro_batch_tokens, agree_on_rounds=self._find_most_rounds
+            )
+
+    def _find_most_rounds(self, num_rounds: int) -> int:
+        """Return the most forward passes of any rank if they are collectives, else this rank's."""
+        if not self.has_sharded_params:
+            return num_rounds
+        most = torch.tensor(num_rounds, device=get_local_device())
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def build_full(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return all parameters of the model, by name, from the published tensors of a version.
+
+        LoRA adapters are merged, on access, into the weights of the model's directory. Raises
+        WeightsError if the parameters belong to another model.
+        """
+        own = {name: value for name, value in tensors.items() if self._task.is_own(name)}
+        return build_full_weights(
+            own, self._parameters, model_path=self._task.model_path, device=get_local_device()
+        )
+
+    def copy_weights(self, full: Mapping[str, Tensor] | None) -> None:
+        """Copy this rank's part of all parameters into a model that is not trained. Collective.
+
+        full: those of `build_full` on rank 0, which sends each to the other ranks; None elsewhere.
+        """
+        with self._limit_wait("a version"):
+            self._backend.copy_full(full)
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def _allow_slow_ranks(self, wait_s: float) -> AbstractContextManager[None]:
+        return allow_slow_ranks(wait_s, timeout_s=self._config.collective_timeout_s)
+
+    def _limit_wait(self, operation: str) -> AbstractContextManager[None]:
+        """Raise DeadlineError or RankLostError if a collective in the context misses other ranks.
+
+        `operation` names the collective in the message.
+        """
+        timeout_s = self._config.collective_timeout_s
+        return translate_collective_errors(
+            f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {operation}"
+        )
+
+
+def compute_token_columns(
+    groups: Sequence[Columns],
+    compute: Callable[[TensorDict], Tensor],
+    micro_batch_tokens: int,
+    *,
+    agree_on_rounds: Callable[[int], int] = lambda num_rounds: num_rounds,
+) -> list[Array]:
+    """Compute a float32 column with an entry per token of each group, in micro-batches.
+
+    `compute` maps a micro-batch, of rollouts of one group, to its entries [B, T]. Entries are 0
+    where loss_mask is false. `agree_on_rounds` maps the number of micro-batches to that of the rank
+    with the most: where `compute` is a collective, this rank then computes dummy micro-batches as
+    well. Raises ValueError if a rollout exceeds `micro_batch_tokens`.
+    """
+    results = {str(i): np.zeros(len(c["token_ids"]), np.float32) for i, c in enumerate(groups)}
+    by_number = dict(zip(results, groups, strict=True))
+    derived: dict[str, Columns] = {number: {} for number in results}
+    rounds = [
+        picks
+        for number, columns in by_number.items()
+        for (picks,) in pack_rollouts(
+            [(number, index, int(length)) for index, length in enumerate(columns["lengths"])],
+            dp_size=1,
+            micro_batch_tokens=micro_batch_tokens,
+        )
+    ]
+    num_missing = agree_on_rounds(len(rounds)) - len(rounds)
+    for picks in [*rounds, *[()] * num_missing]:
+        batch = build_batch(by_number, picks, derived=derived, token_columns=("token_ids",))
+        values = compute(batch.to(get_local_device())).cpu().numpy()
+        # A dummy micro-batch has a row but no pick.
+        for (number, index), row in zip(picks, values, strict=bool(picks)):
+            lengths = by_number[number]["lengths"]
+            results[number][find_token_slice(lengths, index)] = row[: lengths[index]]
+    return [
+        np.where(columns["loss_mask"], results[number], np.float32(0))
+        for number, columns in by_number.items()
+    ]
