@@ -303,9 +303,7 @@ class RunConfig(ConfigSections):
             return self.get_trainer_config(call.role)
         layout = self.reference if call.role == REFERENCE_CALL.role else self.critic.shadow
         followed = call.followed_role if call.followed_role in CRITIC_ROLES else POLICY
-        return layout.to_trainer_config(
-            self.get_trainer_config(followed), keeps_layers_on_host=self.scorer.offload
-        )
+        return layout.to_trainer_config(self.get_trainer_config(followed))
 
     def get_model_path(self, role: str) -> str:
         """Return the model directory from which a trained role, policy or critic, starts."""

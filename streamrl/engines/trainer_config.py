@@ -175,11 +175,6 @@ class TrainerConfig:
         return rank // self.ranks_per_batch
 
     @property
-    def keeps_layers_on_host(self) -> bool:
-        """Whether the layers rest in host memory between forward passes."""
-        return False
-
-    @property
     def has_master_weights(self) -> bool:
         """Whether the optimizer keeps float32 copies of the parameters."""
         return self.zero_stage > 0 if self.backend == "deepspeed" else self.has_sharded_params
@@ -264,12 +259,9 @@ class RankLayout:
         ]
         check_conflicts(self, conflicts, prefix)
 
-    def to_trainer_config(
-        self, trainer: TrainerConfig, *, keeps_layers_on_host: bool = False
-    ) -> "ScoringRanksConfig":
+    def to_trainer_config(self, trainer: TrainerConfig) -> "ScoringRanksConfig":
         """Return the settings of the ranks, with precision, attention and threads of a trainer."""
         return ScoringRanksConfig(
-            offload=keeps_layers_on_host,
             backend="torch",
             world_size=self.world_size,
             tensor_parallel=self.tensor_parallel,
@@ -284,16 +276,7 @@ class RankLayout:
 
 @dataclass
 class ScoringRanksConfig(TrainerConfig):
-    """Settings of ranks whose model only scores: backend torch, sharded whole, no optimizer.
-
-    offload: the layers rest in host memory.
-    """
-
-    offload: bool = False
-
-    @property
-    def keeps_layers_on_host(self) -> bool:
-        return self.offload
+    """Settings of ranks whose model only scores: backend torch, sharded whole, no optimizer."""
 
     @property
     def has_master_weights(self) -> bool:

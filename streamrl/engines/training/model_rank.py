@@ -74,8 +74,9 @@ class ModelRank:
                 ),
             )
         self._prepare_module(module)
-        backend = make_backend(module, config, weights)
-        if config.keeps_layers_on_host:
+        rests_on_host = self._task.options.keeps_layers_on_host
+        backend = make_backend(module, config, weights, rests_on_host=rests_on_host)
+        if rests_on_host:
             keep_layers_on_host(module)
         return backend
 

@@ -92,6 +92,7 @@ class ModelTask(ABC):
     """Base of the tasks: a model of the Hugging Face directory `model_path` that scores groups."""
 
     model_path: str
+    options: ModelLoadOptions = field(default=DEFAULT_OPTIONS, kw_only=True)
 
     @abstractmethod
     def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
@@ -117,7 +118,6 @@ class TrainingTask(ModelTask):
     spec: Algorithm
     settings: AlgorithmSettings
     name: str = field(default=POLICY, kw_only=True)
-    options: ModelLoadOptions = field(default=DEFAULT_OPTIONS, kw_only=True)
 
     @property
     @abstractmethod

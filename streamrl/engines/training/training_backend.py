@@ -60,10 +60,19 @@ class TrainingBackend:
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, module: PreTrainedModel, config: TrainerConfig, weights: StoredWeights | None = None
+        self,
+        module: PreTrainedModel,
+        config: TrainerConfig,
+        weights: StoredWeights | None = None,
+        *,
+        rests_on_host: bool = False,
     ) -> None:
-        """Shard a model. Of one on the meta device, each rank reads its part of `weights`."""
+        """Shard a model. Of one on the meta device, each rank reads its part of `weights`.
+
+        rests_on_host: the parameters are in host memory between forward passes.
+        """
         self.module = module
+        self._rests_on_host = rests_on_host
         self.forward: Callable[..., Any] = module
         self._config = config
         self.has_sharded_params = config.has_sharded_params
@@ -460,7 +469,7 @@ class TorchBackend(TrainingBackend):
 
     def _apply_fsdp(self) -> None:
         """Shard the parameters of the decoder layers and the rest over the data-parallel ranks."""
-        offload = get_fsdp_offload_policy(keeps_on_host=self._config.keeps_layers_on_host)
+        offload = get_fsdp_offload_policy(keeps_on_host=self._rests_on_host)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         for submodule in (*iter_layers(self.module), self.module):
             # By default the root stays gathered after a forward pass without a backward pass.
@@ -479,8 +488,7 @@ class TorchBackend(TrainingBackend):
     def _read_shards(self, weights: StoredWeights) -> None:
         """Allocate this rank's shards of a model on the meta device, and read them."""
         tensors = list(weights.iter_tensors())
-        keeps_on_host = self._config.keeps_layers_on_host
-        device = torch.device("cpu") if keeps_on_host else get_local_device()
+        device = torch.device("cpu") if self._rests_on_host else get_local_device()
         for stored in tensors:
             old = stored.value
             is_frozen = isinstance(old, Parameter) and not old.requires_grad
@@ -672,13 +680,18 @@ def _find_tp_dim(parameter: Tensor) -> int | None:
 
 
 def make_backend(
-    module: PreTrainedModel, config: TrainerConfig, weights: StoredWeights | None = None
+    module: PreTrainedModel,
+    config: TrainerConfig,
+    weights: StoredWeights | None = None,
+    *,
+    rests_on_host: bool = False,
 ) -> TrainingBackend:
     """Shard a model as configured.
 
     If it is on the meta device, which needs `has_sharded_params`, each rank reads its part of
-    `weights`.
+    `weights`. rests_on_host: as in `TrainingBackend`.
     """
     # DeepSpeed's stage 0 would shard nothing and leave the update to torch's optimizer.
     is_deepspeed = config.backend == "deepspeed" and config.zero_stage
-    return (DeepSpeedBackend if is_deepspeed else TorchBackend)(module, config, weights)
+    backend = DeepSpeedBackend if is_deepspeed else TorchBackend
+    return backend(module, config, weights, rests_on_host=rests_on_host)
