@@ -1,9 +1,13 @@
 """Time and quality of planning: `python -m benchmarks.planner` prints one JSON object.
 
-Takes three to four minutes; progress is on stderr. All seconds are CPU seconds of one core.
+Takes ten minutes; progress is on stderr. All seconds are CPU seconds of one core.
 
 - command: `streamrl plan` of PPO with four models of 7B on 128 GPUs with its four bounds: start,
   search, and simulation of the front; also with 20,000 groups per step.
+- algorithms: the same command with 8,192 or 1,024 rollouts per step, by algorithm.
+- hybridflow: the plan, on policy, of every setting of HybridFlow's Figures 9 to 11 (PPO; four
+  models of one size; from the fewest A100 on which a size ran) and of Figure 13 (13B policy and
+  reference, 70B critic and reward).
 - seconds: the search alone, for models of one size on nodes of eight A100, by number of GPUs, on
   policy and one step ahead.
 - seeds: the step time on policy by seed, and the relative excess of the longest over the shortest.
@@ -33,6 +37,7 @@ from benchmarks.command import (
     run_command,
 )
 from benchmarks.exhaustive import ExhaustiveSearch
+from streamrl.algorithms import ALGORITHMS
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, load_model_shape
 from streamrl.errors import ConfigError
@@ -66,10 +71,35 @@ SMALL = (
 MOST_GAPS = 21
 """Of the 22 cases in SMALL: the last takes as long as all others together (`--gaps 22`)."""
 COMMAND = (
-    *("plan", "configs/ppo_arithmetic.yaml", "--json", "--cluster", "16x8xA100@200Gb"),
+    *("configs/ppo_arithmetic.yaml", "--cluster", "16x8xA100@200Gb"),
     *("--model", "llama-7b", "--model", "reward=llama-7b", "--prompt-tokens", "1024"),
     *("--lengths", "lognormal:600:0.6", "generator.max_new_tokens=1024"),
     *("generator.max_concurrent_rollouts=256", "trainer.gradient_checkpointing=true"),
+)
+PLAN_128 = ("--cluster", "16x8xA100@200Gb", "--model", "llama-7b", "--prompt-tokens", "1024")
+"""A plan of any algorithm on 128 GPUs, with the lengths and groups below."""
+STEP_128 = (
+    *("--lengths", "lognormal:600:0.6", "generator.max_new_tokens=1024", "algorithm.group_size=8"),
+    *("pipeline.groups_per_step=128", "pipeline.micro_batch_tokens=8192"),
+)
+RECIPES = {
+    "ppo": ("ppo_arithmetic", "algorithm.group_size=1", "pipeline.groups_per_step=1024"),
+    "remax": ("remax_arithmetic", "algorithm.group_size=1", "pipeline.groups_per_step=1024"),
+    "safe_rlhf": ("safe_rlhf_toy", "algorithm.group_size=1", "pipeline.groups_per_step=1024"),
+}
+"""Recipe and changes by algorithm; others take that of GRPO."""
+HYBRIDFLOW_NODES = {"llama-7b": 1, "llama-13b": 2, "llama-34b": 4, "llama-70b": 8}
+"""Fewest nodes of eight A100 by model."""
+NODES = (1, 2, 4, 8, 12, 16)
+SETTINGS = (
+    *((model, model, n) for model, few in HYBRIDFLOW_NODES.items() for n in NODES if n >= few),
+    *(("llama-13b", "llama-70b", nodes) for nodes in (8, 12, 16)),
+)
+"""Model of policy and reference, of critic and reward, and nodes."""
+HYBRIDFLOW_STEP = (
+    *("--prompt-tokens", "1024", "--lengths", "fixed:1024", "--max-staleness", "0"),
+    *("generator.max_new_tokens=1024", "generator.max_concurrent_rollouts=256"),
+    *("pipeline.groups_per_step=1024", "algorithm.epochs=1", "algorithm.mini_batches=8"),
 )
 COMMAND_GROUPS, MANY_GROUPS = 1024, 20_000
 COMMANDS = (COMMAND_GROUPS, MANY_GROUPS)
@@ -98,7 +128,20 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument(
         "--commands", type=at_least(1), nargs="*", default=COMMANDS, help="groups a step"
     )
-    parser.set_quick(gpus=[4], models=["qwen2.5-1.5b"], proposals=20, seeds=2, gaps=2, commands=[])
+    parser.add_argument(
+        "--settings", type=at_least(0), default=len(SETTINGS), help="settings of HybridFlow"
+    )
+    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=ALGORITHMS)
+    parser.set_quick(
+        settings=0,
+        algorithms=[],
+        gpus=[4],
+        models=["qwen2.5-1.5b"],
+        proposals=20,
+        seeds=2,
+        gaps=2,
+        commands=[],
+    )
     return parser
 
 
@@ -116,7 +159,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for lengths in (FIXED, LONG_TAILED)
         for ahead in ((0, 1) if algorithm == "grpo" and not cluster.startswith("8x") else (0,))
     ][: arguments.gaps]
-    results: dict[str, Any] = {"command": [], "seconds": [], "seeds": [], "gap": []}
+    parts = ("command", "algorithms", "hybridflow", "seconds", "seeds", "gap")
+    results: dict[str, Any] = {name: [] for name in parts}
+    for name in arguments.algorithms:
+        report_progress(f"algorithms: {name}")
+        recipe, *changes = RECIPES.get(name, ("grpo_arithmetic",))
+        words = [f"configs/{recipe}.yaml", *PLAN_128, *STEP_128, *changes]
+        seconds, plan = run_plan([*words, f"algorithm.name={name}"])
+        steps = {
+            row["max_staleness"]: round(row["simulated"]["step_s"], 1) for row in plan["front"]
+        }
+        row = {"algorithm": name, "seconds": seconds, "limit": COMMAND_LIMIT_S, "step_s": steps}
+        results["algorithms"].append(row)
+    for policy, critic, nodes in SETTINGS[: arguments.settings]:
+        report_progress(f"hybridflow: {policy}, {critic}, {8 * nodes} GPUs")
+        results["hybridflow"].append(measure_setting(policy, critic, nodes))
     for groups in arguments.commands:
         report_progress(f"command: 128 GPUs, {groups} groups a step")
         results["command"].append(measure_command(groups))
@@ -182,18 +239,42 @@ def measure_plan(
     }
 
 
-def measure_command(groups: int) -> dict[str, Any]:
-    """Measure a whole command in a process of its own."""
-    words = [sys.executable, "-m", "streamrl.cli", *COMMAND, f"pipeline.groups_per_step={groups}"]
+def run_plan(words: Sequence[str]) -> tuple[float, dict[str, Any]]:
+    """Run `streamrl plan` in a process of its own; return its CPU seconds and its JSON."""
+    command = [sys.executable, "-m", "streamrl.cli", "plan", *words, "--json"]
     start_s = resource.getrusage(resource.RUSAGE_CHILDREN)
-    printed = run_command(
-        words, f"streamrl plan of {groups} groups", timeout_s=COMMAND_TIMEOUT_S, cwd=ROOT
-    )
+    printed = run_command(command, " ".join(words), timeout_s=COMMAND_TIMEOUT_S, cwd=ROOT)
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = ended.ru_utime - start_s.ru_utime + ended.ru_stime - start_s.ru_stime
-    best = json.loads(printed)["best"]
-    row = {"groups_per_step": groups, "seconds": round(seconds, 1), "best": best["kind"]}
+    return round(seconds, 1), json.loads(printed)
+
+
+def measure_command(groups: int) -> dict[str, Any]:
+    """Measure a whole command in a process of its own."""
+    seconds, plan = run_plan([*COMMAND, f"pipeline.groups_per_step={groups}"])
+    row = {"groups_per_step": groups, "seconds": seconds, "best": plan["best"]["kind"]}
     return row | ({"limit": COMMAND_LIMIT_S} if groups == COMMAND_GROUPS else {})
+
+
+def measure_setting(policy: str, critic: str, nodes: int) -> dict[str, Any]:
+    """Plan a setting of HybridFlow; models are those of policy and reference, critic and reward.
+
+    Raises BenchmarkError if nothing fits.
+    """
+    models = [f"policy={policy}", f"reference={policy}", f"critic={critic}", f"reward={critic}"]
+    words = ["configs/ppo_arithmetic.yaml", "--cluster", f"{nodes}x8xA100@200Gb", *HYBRIDFLOW_STEP]
+    seconds, plan = run_plan([*words, *(word for name in models for word in ("--model", name))])
+    best = plan["best"]
+    calls = {
+        stage: f"{call['grid']} on {call['devices']}"
+        + f", ZeRO {call['zero_stage']}" * stage.startswith("train")
+        + f", checkpointing {call['checkpointing']}" * bool(call["checkpointing"])
+        + ", offloaded" * call["offloaded"]
+        for stage, call in best["placement"]["calls"].items()
+    }
+    step_s = round(best["simulated"]["step_s"], 1)
+    row = {"policy": policy, "critic": critic, "gpus": 8 * nodes, "seconds": seconds}
+    return row | {"best": best["kind"], "step_s": step_s, "calls": calls}
 
 
 def measure_seeds(asked: PlacementProblem, arguments: argparse.Namespace) -> dict[str, Any]:

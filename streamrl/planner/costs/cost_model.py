@@ -51,6 +51,7 @@ from streamrl.planner.problem.stage_timings import (
     WeightsTiming,
 )
 from streamrl.planner.problem.workload import Workload
+from streamrl.weights.config import AUTO, COLLECTIVE, OBJECT_STORE, SHARED_MEMORY
 
 
 class CostModel:
@@ -125,7 +126,7 @@ class CostModel:
                     placement.assignments[stage],
                     offload_idle=self._is_offloaded_when_idle(stage, placement),
                 )
-        generate_stage = self._generate_stage
+        generate_stage, transport = self._generate_stage, self._choose_transport(placement)
         return StageTimings(
             estimate_generator_timing(
                 self._call_cost(generate_stage, placement.assignments[generate_stage]),
@@ -136,7 +137,9 @@ class CostModel:
             weights={
                 stage: WeightsTiming()
                 if self._is_hosted(stage, placement)
-                else self._weights_timing(stage, placement.assignments[source], assignment)
+                else self._weights_timing(
+                    stage, placement.assignments[source], assignment, transport
+                )
                 for stage, call in self._call_by_stage.items()
                 if (assignment := placement.assignments.get(stage))
                 and (source := self._find_source_stage(call))
@@ -329,11 +332,34 @@ class CostModel:
             POLICY if call.followed_role == EMA_REFERENCE else call.followed_role, ""
         )
 
+    def _choose_transport(self, placement: Placement) -> str:
+        """Return the transport between separate GPUs of a run, as a run chooses; else ""."""
+        run, cluster = self.problem.run_memory, self.problem.cluster
+        if run is None or cluster.is_cpu:
+            return ""
+        if run.transport != AUTO or cluster.num_nodes == 1:
+            return SHARED_MEMORY if run.transport == AUTO else run.transport
+        calls = placement.assignments
+        own = [stage for stage in calls if not self._is_hosted(stage, placement)]
+        meshes = {calls[stage].mesh for stage in own}
+        roles = {self._call_by_stage[stage].role for stage in own}
+        is_shared = len(meshes) < len(roles) or any(
+            a != b and a.overlaps(b) for a in meshes for b in meshes
+        )
+        return OBJECT_STORE if is_shared else COLLECTIVE
+
     def _compute_weights_timing(
-        self, stage: str, source: CallAssignment, target: CallAssignment
+        self, stage: str, source: CallAssignment, target: CallAssignment, transport: str
     ) -> WeightsTiming:
-        transfer = self._traffic.estimate_transfer(self._get_model_shape(stage), source, target)
-        constants = self.constants
+        constants, shape = self.constants, self._get_model_shape(stage)
+        if transport and not shape.adapter_params and not source.mesh.overlaps(target.mesh):
+            timing = self._traffic.estimate_run_pull(shape, source, target, transport)
+            return WeightsTiming(
+                timing.publish_s + constants.publish_s,
+                timing.pull_s + constants.pull_s,
+                timing.pause_s + constants.pull_s * constants.pause_fraction,
+            )
+        transfer = self._traffic.estimate_transfer(shape, source, target)
         if source.mesh.overlaps(target.mesh):
             # On shared devices the follower computes nothing during the whole transfer.
             switch_s = transfer.seconds + constants.switch_s

@@ -9,11 +9,13 @@ else they are estimates (0.8 to 3.4 times the bytes on shared devices).
 from dataclasses import dataclass, replace
 
 from streamrl.engines.models.model_shapes import ModelShape
-from streamrl.placement.clusters import Cluster
+from streamrl.placement.clusters import GB, Cluster
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment
 from streamrl.planner.costs.call_cost import SHARDS_PARAMETERS, find_max_stage_params
 from streamrl.planner.costs.constants import HOST_FRACTION, CostConstants
+from streamrl.planner.problem.stage_timings import WeightsTiming
+from streamrl.weights.config import COLLECTIVE, OBJECT_STORE
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,12 @@ class TransferCost:
 
     seconds: float
     extra_bytes: int
+
+
+FILE_WRITE_BYTES_PER_S, FILE_READ_BYTES_PER_S = 2.4 * GB, 5.8 * GB
+"""Measured on a server core: writing a version to shared memory, and reading and verifying it."""
+STORE_BYTES_PER_S = 1.2 * GB
+"""Ray's object store between nodes: a TCP stream of 10 Gb/s; not measured here."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,31 @@ class WeightTraffic:
             self._estimate_duration_s(source.mesh, target.mesh, received, network),
             round(received) if is_aliased else wanted_bytes,
         )
+
+    def estimate_run_pull(
+        self, shape: ModelShape, source: CallAssignment, target: CallAssignment, transport: str
+    ) -> WeightsTiming:
+        """Return the timing of a version of whole weights between GPUs that a run does not share.
+
+        Rank 0 of the trainer publishes; each rank of the follower receives what it serves, the
+        slices of a split generator, into host memory. The follower pauses while it loads them.
+        """
+        constants, grid = self.constants, target.grid
+        whole = shape.num_params * constants.served_bytes
+        wanted = find_max_stage_params(shape, grid.pp_size, grid.tp_size) * constants.served_bytes
+        kinds = [*source.mesh.find_node_groups(self.cluster)]
+        kinds += target.mesh.find_node_groups(self.cluster)
+        host = min(kind.device.host_bytes_per_s for kind in kinds) * HOST_FRACTION
+        load_s = wanted / host
+        if transport == COLLECTIVE:
+            # A broadcast enters each node once; ranks that take slices receive one by one.
+            copies = target.mesh.count_devices_per_node(self.cluster) if grid.tp_size > 1 else 1
+            network = min(kind.node_bytes_per_s for kind in kinds) * constants.network_fraction
+            pull_s = copies * wanted / network + 2 * load_s
+            return WeightsTiming(whole / host, pull_s + load_s, load_s)
+        read_s = wanted / FILE_READ_BYTES_PER_S
+        read_s += whole / STORE_BYTES_PER_S * (transport == OBJECT_STORE)
+        return WeightsTiming(whole / FILE_WRITE_BYTES_PER_S, read_s + load_s, load_s)
 
     def _estimate_adapter_transfer(
         self, shape: ModelShape, source: CallAssignment, target: CallAssignment

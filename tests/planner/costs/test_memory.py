@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from streamrl.dataflow import build_dataflow
+from streamrl.engines.memory.worker_memory import CUDA_CONTEXT_BYTES
 from streamrl.engines.models.model_shapes import MODEL_SHAPES
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import DEVICES, GB, Cluster
@@ -17,6 +18,7 @@ from streamrl.planner.costs.constants import (
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
+from streamrl.weights.config import AUTO, OBJECT_STORE
 from tests.planner.notations import make_assignment
 
 GRPO = build_dataflow(("scores", "ref_logprobs", "generator_logprobs"))
@@ -119,6 +121,62 @@ def make_placement(reference: int = 0) -> Placement:
     """Train and generate on the first node; the reference starts at device `reference`."""
     node, other = make_assignment("1-1-8"), make_assignment("1-1-8", reference)
     return Placement({"train": node, "generate": node, "reference": other})
+
+
+def test_pulls_follow_the_transport_of_the_run():
+    whole = 2 * SHAPE.num_params
+    load_s = whole / HOST
+    train = make_assignment("1-1-8", zero_stage=3)
+    for cluster, first, grid, transport, pull_s, pause_s in (
+        # Through a file in shared memory: each rank reads its half.
+        ("1x16xA100", 8, "1-2-4", AUTO, whole / 2 / 5.8e9 + load_s / 2, load_s / 2),
+        # A broadcast enters a node once, and passes host memory on both sides.
+        ("2x8xA100@200Gb", 8, "1-1-8", AUTO, whole / 20e9 + 3 * load_s, load_s),
+        ("2x8xA100", 8, "1-1-8", OBJECT_STORE, whole / 1.2e9 + whole / 5.8e9 + load_s, load_s),
+    ):
+        run = RunMemory({"policy": TrainerConfig()}, transport=transport)
+        problem = make_problem(models={"policy": SHAPE}, cluster=Cluster.from_text(cluster))
+        costs = CostModel(replace(problem, run_memory=run), replace(RESIDENT, pull_s=0.0))
+        placement = Placement({"train": train, "generate": make_assignment(grid, first)})
+        timing = costs.predict_timings(placement).weights["generate"]
+        assert timing.pull_s == pytest.approx(pull_s, rel=1e-3)
+        assert timing.pause_s == pytest.approx(pause_s, rel=1e-3)
+
+
+def test_values_are_computed_by_their_critic_without_a_copy():
+    ppo = build_dataflow(("scores", "ref_logprobs", "generator_logprobs", "values"))
+    critic = SHAPE.to_critic()
+    trainers = {role: TrainerConfig(gradient_checkpointing=True) for role in ("policy", "critic")}
+    problem = make_problem(
+        dataflow=ppo,
+        models={"policy": SHAPE, "reference": SHAPE, "critic": critic},
+        cluster=Cluster.from_text("2x8xA100"),
+        run_memory=RunMemory(trainers),
+    )
+    costs, trained = CostModel(problem), make_assignment("1-1-8", zero_stage=3)
+    for value, copy in ((trained, 0), (make_assignment("1-1-8", 8), 2 * critic.num_params)):
+        placement = Placement({"train_critic": trained, "value": value})
+        held = costs.predict_memory(placement)["value"].resident_bytes
+        assert held == (copy + CUDA_CONTEXT_BYTES if copy else 0)
+        assert costs.explain_infeasible(placement) == ""
+    whole = Placement({"train_critic": trained, "value": make_assignment("1-1-8")})
+    assert "the ranks of critic compute it" in costs.explain_infeasible(whole)
+
+
+def test_a_node_without_the_main_memory_for_offloads_refuses_them():
+    trainer = TrainerConfig(offload_optimizer=True, gradient_checkpointing=True)
+    for size, refused in (("+100GB", True), ("+400GB", False)):
+        problem = make_problem(
+            cluster=Cluster.from_text(f"8xA100{size}"), run_memory=RunMemory({"policy": trainer})
+        )
+        reason = CostModel(problem).explain_infeasible(
+            Placement({"train": make_assignment("1-1-8", zero_stage=3)})
+        )
+        optimizer, versions = 16 * SHAPE.num_params, 3 * 2 * SHAPE.num_params
+        needed = (optimizer + versions + 8 * (2 << 30)) / GB
+        assert reason == refused * (
+            f"node 0: needs {needed:.1f} GB of main memory; it has 100.0: train {needed:.1f}"
+        )
 
 
 def make_run_problem(trainer: TrainerConfig) -> PlacementProblem:
