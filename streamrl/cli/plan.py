@@ -135,7 +135,8 @@ def _scale_cluster(cluster: Cluster, times: int) -> Cluster:
 MAX_PROPOSALS = 100_000
 UNPLACED = (
     *("placement.mode=disaggregated", "placement.pools=[]", "placement.memory_mb=null"),
-    "pipeline.depth=null",
+    *("pipeline.depth=null", "critic.replicas=0", "critic.shadow={}", "reference.replicas=null"),
+    *("reference.world_size=1", "reference.tensor_parallel=1", "reference.sequence_parallel=1"),
 )
 """Settings of a run to plan: the plan places it, and generates as far ahead as a bound allows."""
 DEFAULT_BOUNDS = "0,1,2,4"

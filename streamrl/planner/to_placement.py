@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
@@ -13,11 +14,13 @@ from streamrl.buffer.staleness_credits import bound_group_bytes
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig, find_conflict_at_any_size
 from streamrl.dataflow import (
+    COST_VALUE_CALL,
     CRITIC_ROLES,
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
     SERVING_ROLES,
+    VALUE_CALL,
     CallKind,
     Dataflow,
     ModelCall,
@@ -33,7 +36,11 @@ from streamrl.engines.models.tensor_parallel_support import (
     find_family_config,
     get_split_sizes,
 )
-from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
+from streamrl.engines.trainer_config import (
+    PARAMETER_SHARDING_STAGE,
+    ShadowConfig,
+    TrainerConfig,
+)
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
 from streamrl.errors import ConfigError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
@@ -52,6 +59,8 @@ RAY_AUTO_ADDRESS = "auto"
 """Ray address that joins the cluster running on the node."""
 OBJECT_STORE_SLACK = 1.05
 """Reserve for extra columns that rewards add."""
+HOSTED_VALUES = ((VALUE_CALL, "train_critic"), (COST_VALUE_CALL, "train_cost_critic"))
+"""Calls that compute values, and the stage that trains their critic."""
 NO_MATCHING_POOLS = "no placement mode or pools of roles give these devices"
 
 
@@ -72,10 +81,16 @@ def build_run_placement(config: RunConfig, roles: Collection[str]) -> Placement:
             continue
         devices = slots[call.role]
         mesh = Mesh(devices[0], len(devices))
-        if call.kind is CallKind.TRAIN:
+        if call.role in config.dataflow.trained_roles:
             trainer = config.get_trainer_config(call.role)
             grid = RankGrid(1, trainer.tensor_parallel, mesh.size // trainer.tensor_parallel)
             calls[call.stage] = CallAssignment(mesh, grid, trainer.zero_stage)
+        elif SERVING_ROLES[call.role].ranks:
+            ranks = config.get_ranks_config(call)
+            grid = RankGrid(1, ranks.tensor_parallel, mesh.size // ranks.tensor_parallel)
+            is_sharded = ranks.world_size > ranks.tensor_parallel
+            stage = PARAMETER_SHARDING_STAGE if is_sharded else 1
+            calls[call.stage] = CallAssignment(mesh, grid, stage)
         else:
             split = tp_size if call.kind is CallKind.GENERATE else 1
             calls[call.stage] = CallAssignment(mesh, RankGrid(1, split, mesh.size // split))
@@ -107,8 +122,11 @@ def apply_placement(
     parallelism of the placement must be one that `make_split_rules` allows. Raises ConfigError if
     no pools of roles give its devices.
     """
+    config = _choose_hosts(config, placement)
     stages = {
-        call.stage: call for call in config.dataflow.calls if call.stage in placement.assignments
+        call.stage: call
+        for call in config.dataflow.ordered_calls
+        if call.stage in placement.assignments
     }
     pools = find_pools(config.dataflow, placement)
     if pools is None:
@@ -124,6 +142,18 @@ def apply_placement(
         sized = replace(sized, generator=replace(sized.generator, kv_cache_mb=kv_cache_mb))
     placed = replace(config.placement, mode=pools.mode, pools=pools.pools, memory_mb=None)
     return replace(sized, placement=placed)
+
+
+def _choose_hosts(config: RunConfig, placement: Placement) -> RunConfig:
+    """Return the config with shadow critics where values have devices apart from their critic."""
+    calls = placement.assignments
+    has_shadow = any(
+        value.stage in calls and train in calls and calls[value.stage].mesh != calls[train].mesh
+        for value, train in HOSTED_VALUES
+    )
+    changes: dict[str, Any] = {"replicas": int(has_shadow)}
+    changes |= {} if has_shadow else {"shadow": ShadowConfig()}
+    return replace(config, critic=replace(config.critic, **changes))
 
 
 def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> RunConfig:
@@ -182,6 +212,15 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
         sizes = get_split_sizes(shape, is_trained=is_trained)
         if is_trained:
             return _restrict_zero_stages(stages, trainers[call.role], shape, sizes, grid)
+        if call.kind is CallKind.SCORE:
+            # As ranks that train, but for the rules of optimizers.
+            sizes = get_split_sizes(shape, is_trained=True)
+            family = find_family_config(shape.family) if shape.architectures else None
+            tp_size = grid.tp_size
+            is_uneven = explain_uneven_experts(sizes, tp_size, grid.dp_size)
+            if tp_size > 1 and explain_untrainable_split(family, sizes, tp_size):
+                return ()
+            return stages[:1] if tp_size > 1 and is_uneven else stages
         why = explain_unservable_split(sizes, grid.tp_size) or explain_unloadable_split(
             grid.tp_size, has_experts=bool(shape.experts), on_gpu=on_gpu
         )
@@ -229,12 +268,17 @@ def _restrict_zero_stages(
 def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
     """Return the ZeRO stages under which streamrl can run a model call on a rank grid.
 
-    Empty if streamrl cannot run the call there: pipeline parallelism is unsupported, and scoring
-    models must fit one device. The torch backend trains tensor-parallel layers, and shards over
-    replicas fully (3) or not at all (0).
+    Empty if streamrl cannot run the call there: pipeline parallelism is unsupported, and reward
+    models must fit one device. References and shadow critics are whole (1) or, as one copy, sharded
+    over all replicas (3). The torch backend trains tensor-parallel layers, and shards over replicas
+    fully (3) or not at all (0).
     """
-    if grid.pp_size > 1 or (call.kind is CallKind.SCORE and grid.tp_size > 1):
+    if grid.pp_size > 1:
         return ()
+    if call.kind is CallKind.SCORE and not SERVING_ROLES[call.role].ranks:
+        return (1,) if grid.tp_size == 1 else ()
+    if call.kind is CallKind.SCORE and grid.dp_size > 1:
+        return (1, PARAMETER_SHARDING_STAGE)
     if call.kind is not CallKind.TRAIN or grid.num_ranks == 1:
         return (1,)
     if grid.tp_size > 1:
@@ -248,7 +292,6 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
     It depends on the config and the cluster of the problem. A placement without generation or
     training of the policy is not refused.
     """
-    dataflow = config.dataflow
     pool_cache: dict[tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None] = {}
 
     def find_cached_pools(placement: Placement) -> PlacementConfig | None:
@@ -256,8 +299,16 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
         meshes = tuple((stage, assignment.mesh) for stage, assignment in calls.items())
         key = calls[GENERATE_CALL.stage].grid.tp_size > 1, meshes
         if key not in pool_cache:
-            pool_cache[key] = find_pools(dataflow, placement)
+            pool_cache[key] = find_pools(find_dataflow(placement), placement)
         return pool_cache[key]
+
+    @cache
+    def build_dataflow(has_shadow: bool) -> Dataflow:
+        critic = replace(config.critic, replicas=int(has_shadow))
+        return replace(config, critic=critic).dataflow
+
+    def find_dataflow(placement: Placement) -> Dataflow:
+        return build_dataflow(bool(_choose_hosts(config, placement).critic.replicas))
 
     def refuse(placement: Placement) -> str:
         if not {GENERATE_CALL.stage, "train"} <= placement.assignments.keys():
@@ -265,7 +316,7 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
         pools = find_cached_pools(placement)
         if pools is None:
             return f"streamrl cannot run it: {NO_MATCHING_POOLS}"
-        if why := find_size_mismatch(dataflow, placement):
+        if why := find_size_mismatch(find_dataflow(placement), placement):
             return f"streamrl cannot run it: {why}"
         return _explain_refused_mode(config, problem, pools, placement.max_staleness)
 
@@ -393,10 +444,17 @@ def _apply_sizes(
         sections["critic"] = replace(config.critic, trainer=trainer)
     for role in filter(roles.__contains__, SERVING_ROLES):
         name, _, key = SERVING_ROLES[role].replicas.partition(".")
-        section = sections.get(name, attrgetter(name)(config))
-        is_generator = role == GENERATE_CALL.role
-        count = roles[role].mesh.size // (generator.grid.tp_size if is_generator else 1)
-        sections[name] = replace(section, **{key: count})
+        section, placed = sections.get(name, attrgetter(name)(config)), roles[role]
+        tp_size, layout = placed.grid.tp_size, SERVING_ROLES[role].ranks
+        is_sharded = layout and placed.zero_stage == PARAMETER_SHARDING_STAGE
+        ranks = placed.mesh.size if is_sharded else tp_size
+        changes: dict[str, Any] = {key: placed.mesh.size // ranks}
+        if layout:
+            sizes = {"world_size": ranks, "tensor_parallel": tp_size}
+            nested = layout.removeprefix(f"{name}.").rpartition(".")[0]
+            shadow = {nested: replace(getattr(section, nested), **sizes)} if nested else sizes
+            changes |= shadow
+        sections[name] = replace(section, **changes)
     if any(roles[role].is_offloaded for role in SERVING_ROLES if role in roles):
         sections["scorer"] = replace(sections.get("scorer", config.scorer), offload=True)
     # Replace all sections at once: new sizes may contradict old sizes of other sections.

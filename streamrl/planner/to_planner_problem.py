@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_file import LazyTokenizer, PromptLimits, load_prompts
 from streamrl.data.training_files import open_training_files
-from streamrl.dataflow import CRITIC_ROLES, POLICY, REWARD_ROLES, CallKind
+from streamrl.dataflow import (
+    COST_VALUE_CALL,
+    CRITIC_ROLES,
+    POLICY,
+    REFERENCE_CALL,
+    REWARD_ROLES,
+    VALUE_CALL,
+    CallKind,
+)
 from streamrl.engines.models.model_shapes import ModelShape, add_adapter_params, load_model_shape
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_length, read_vocab_size
@@ -58,6 +66,7 @@ def build_planner_problem(
         request.filtered_fraction,
         (longest_prompt, config.max_completion_tokens),
     )
+    hosts, config = config.hosts, separate_hosted_roles(config)
     return PlacementProblem(
         config.dataflow,
         build_model_shapes(config, request.models),
@@ -72,7 +81,23 @@ def build_planner_problem(
             scores_from_host=config.scorer.offload,
             transport=config.weights.transport,
         ),
+        hosts,
     )
+
+
+def separate_hosted_roles(config: RunConfig) -> RunConfig:
+    """Return the config of a run in which no trained model's ranks compute scores.
+
+    Its dataflow has a role for values and for a reference below adapters, which a placement may
+    put elsewhere.
+    """
+    stages = {call.stage for call in config.dataflow.calls}
+    critic, reference = config.critic, config.reference
+    if stages & {VALUE_CALL.stage, COST_VALUE_CALL.stage}:
+        critic = replace(critic, replicas=critic.replicas or 1)
+    if REFERENCE_CALL.stage in stages:
+        reference = replace(reference, replicas=reference.replicas or 1)
+    return replace(config, critic=critic, reference=reference)
 
 
 def _compute_score_tokens(config: RunConfig) -> dict[str, int]:

@@ -330,6 +330,7 @@ ROLES = ("policy", "critic", "reference")
             (
                 "placement.mode=mixed",
                 "placement.pools=[{policy: 1, generator: 1}, {reference: 0.5, value: 0.5}]",
+                "critic.replicas=1",
                 "trainer.world_size=2",
             ),
         ),

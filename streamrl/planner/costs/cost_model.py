@@ -92,7 +92,7 @@ class CostModel:
         self._host_roles = {
             call.stage: role
             for call in problem.dataflow.ordered_calls
-            if (role := problem.find_host_role(call))
+            if (role := problem.hosts.get(call.role))
         }
         self._model_shapes = {stage: problem.find_model(stage) for stage in self._call_by_stage}
         self._call_cost = cache(self._make_call_cost)

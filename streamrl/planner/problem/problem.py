@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, Dataflow, ModelCall
+from streamrl.dataflow import CallKind, Dataflow, ModelCall
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.trainer_config import OFFLOAD, TrainerConfig
@@ -92,6 +92,7 @@ class PlacementProblem:
     score_tokens: by role, maximum tokens of a scoring batch where the run's config sets a maximum.
     kv_cache_bytes: size of the KV cache per generating device; 0 takes the memory left over.
     run_memory: of a run of streamrl; None for another system, whose memory the cost constants give.
+    hosts: by scoring role, the trained role whose ranks compute it if both have the same devices.
     """
 
     dataflow: Dataflow
@@ -102,6 +103,7 @@ class PlacementProblem:
     score_tokens: Mapping[str, int] = field(default_factory=dict)
     kv_cache_bytes: int = 0
     run_memory: RunMemory | None = None
+    hosts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for call in self.dataflow.calls:
@@ -113,18 +115,6 @@ class PlacementProblem:
         """Return the shape of the model that a stage computes with; None without a model."""
         call = next(call for call in self.dataflow.calls if call.stage == stage)
         return self.models.get(call.role) or self.models.get(call.followed_role)
-
-    def find_host_role(self, call: ModelCall) -> str:
-        """Return the trained role whose ranks compute a scoring call where both share devices.
-
-        Values are computed by their critic; a fixed reference of a policy with adapters always by
-        the policy, below its adapters. Empty for a model of its own, and for other systems.
-        """
-        if self.run_memory is None or call.kind is not CallKind.SCORE:
-            return ""
-        if call.role == EMA_REFERENCE and not call.followed_role:
-            return POLICY if self.models[POLICY].adapter_params else ""
-        return "" if call.followed_role == EMA_REFERENCE else call.followed_role
 
     @property
     def placed_stages(self) -> list[str]:

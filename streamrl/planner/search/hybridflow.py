@@ -38,13 +38,12 @@ def group_roles_by_model(problem: PlacementProblem) -> list[tuple[str, ...]]:
 
 
 def list_placed_roles(problem: PlacementProblem) -> list[str]:
-    """Return the roles with devices; a reference below adapters has those of the policy."""
+    """Return the roles with devices of their own; what the policy's ranks compute has none."""
     placed = set(problem.placed_stages)
     return [
         role
         for role, calls in problem.dataflow.calls_by_role.items()
-        if any(call.stage in placed for call in calls)
-        and not any(problem.find_host_role(call) == POLICY for call in calls)
+        if any(call.stage in placed for call in calls) and problem.hosts.get(role) != POLICY
     ]
 
 
@@ -151,14 +150,11 @@ class ParallelismChoices:
             role: [call.stage for call in self.problem.dataflow.calls_by_role[role]]
             for role in self.roles
         }
-        hosts = {
-            call.role: self.problem.find_host_role(call) for call in self.problem.dataflow.calls
-        }
-        for role in hosts.keys() - set(self.roles):
-            if hosts[role]:
-                calls = self.problem.dataflow.calls_by_role[role]
-                self.stages_by_role[hosts[role]] += [call.stage for call in calls]
-        self._host_roles = {role: hosts[role] for role in self.roles if hosts[role]}
+        calls, hosts = self.problem.dataflow.calls_by_role, self.problem.hosts
+        self._host_roles = {role: host for role, host in hosts.items() if role in self.roles}
+        for role in hosts:
+            if role in calls and role not in self.roles:
+                self.stages_by_role[hosts[role]] += [call.stage for call in calls[role]]
         self._scorer_roles = [
             role
             for role in self.roles
