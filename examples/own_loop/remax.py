@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator
 
-from examples.own_loop.loop_setup import LoopSetup, Step, main
+from examples.own_loop.command_line import Step, main
+from streamrl.own_loops.loop import OwnLoop
 from streamrl.own_loops.model_workers import PolicyWorker, ScorerWorker
 
 
-def remax(setup: LoopSetup) -> Iterator[Step]:
+def remax(loop: OwnLoop) -> Iterator[Step]:
     """Train with ReMax: no critic; the baseline is the reward of the greedy completion."""
-    policy = setup.start_group(PolicyWorker)
-    reference = setup.start_group(ScorerWorker, "reference", ranks=1)
-    reward = setup.start_group(ScorerWorker, "reward", ranks=1)
+    policy = loop.start_group(PolicyWorker)
+    reference = loop.start_group(ScorerWorker, "reference", ranks=1)
+    reward = loop.start_group(ScorerWorker, "reward", ranks=1)
 
-    for batch in setup.batches:
+    for batch in loop.batches:
         batch |= policy.generate_sequences(batch) | policy.generate_greedy(batch)
         batch |= reference.score(batch) | reward.score(batch)
         batch |= policy.compute_advantages(batch)

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 
-from examples.own_loop.loop_setup import LoopSetup, Step, main
+from examples.own_loop.command_line import Step, main
+from streamrl.own_loops.loop import OwnLoop
 from streamrl.own_loops.model_workers import CriticWorker, PolicyWorker, ScorerWorker
 
 
-def safe_rlhf(setup: LoopSetup) -> Iterator[Step]:
+def safe_rlhf(loop: OwnLoop) -> Iterator[Step]:
     """Train with Safe RLHF: reward under a cost limit, a critic for each, and a multiplier."""
-    policy = setup.start_group(PolicyWorker)
-    critic = setup.start_group(CriticWorker, "critic")
-    cost_critic = setup.start_group(CriticWorker, "cost_critic")
-    scorers = [setup.start_group(ScorerWorker, r, ranks=1) for r in ("reference", "reward", "cost")]
+    policy = loop.start_group(PolicyWorker)
+    critic = loop.start_group(CriticWorker, "critic")
+    cost_critic = loop.start_group(CriticWorker, "cost_critic")
+    scorers = [loop.start_group(ScorerWorker, r, ranks=1) for r in ("reference", "reward", "cost")]
 
-    for batch in setup.batches:
+    for batch in loop.batches:
         batch |= policy.generate_sequences(batch)
         scored = critic.compute_values(batch) | cost_critic.compute_values(batch)
         for scorer in scorers:

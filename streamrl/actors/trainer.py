@@ -80,6 +80,32 @@ def make_logprob_check(
     return LogprobCheck(sequences, logprobs, config.weights.resolve_probe_limit(exact=exact))
 
 
+def run_saves(saves: Sequence[Callable[[], None]]) -> None:
+    """Write the parts of a checkpoint.
+
+    Raises NoSpaceError or CheckpointError only after every write was attempted: saving the model is
+    a collective, and a rank that returned early would leave the others waiting.
+    """
+    disk_errors = []
+    for save in saves:
+        try:
+            save()
+        except CheckpointError as error:
+            disk_errors.append(error)
+    if disk_errors:
+        raise disk_errors[0]
+
+
+def prove_rank_files(model_dir: Path, trainer_dir: Path, rank: int) -> dict[Path, FileProof]:
+    """Return the proofs of the files that a rank has written into two folders of a checkpoint."""
+    files = [*trainer_dir.glob(f"*_{rank:05d}[._]*")]
+    if rank == 0:
+        files += [path for path in trainer_dir.iterdir() if not RANK_FILE.search(path.name)]
+        files += list_files(model_dir)
+    with wrap_checkpoint_errors(trainer_dir):
+        return prove_files(files)
+
+
 class TrainerActor(PingableActor):
     """Actor of a trainer rank. One thread runs the model; reads from the queue overlap with it."""
 
@@ -344,10 +370,7 @@ class TrainerActor(PingableActor):
         """Write this rank's files of a checkpoint; return their proofs. All ranks must call.
 
         model_dir: folder of the Hugging Face model. trainer_dir: folder of optimizer state and
-        parameters.
-
-        Raises NoSpaceError or CheckpointError only after every write was attempted: saving the
-        model is a collective, and a rank that returned early would leave the others waiting.
+        parameters. Raises as `run_saves` does.
         """
         saves = [
             partial(self._trainer.save_training_state, trainer_dir),
@@ -355,23 +378,11 @@ class TrainerActor(PingableActor):
         ]
         if self._has_reference:
             saves.append(partial(self._ema_reference.save, trainer_dir))
-        disk_errors = []
         shared_weights = self._shared_weights
         async with shared_weights.hold_whole_state() if shared_weights else nullcontext():
             with self._stage.spans.record_span("save"):
-                for save in saves:
-                    try:
-                        await self._run_in_thread(save)
-                    except CheckpointError as error:
-                        disk_errors.append(error)
-        if disk_errors:
-            raise disk_errors[0]
-        files = [*trainer_dir.glob(f"*_{self._rank:05d}[._]*")]
-        if self._rank == 0:
-            files += [path for path in trainer_dir.iterdir() if not RANK_FILE.search(path.name)]
-            files += list_files(model_dir)
-        with wrap_checkpoint_errors(trainer_dir):
-            return await asyncio.to_thread(prove_files, files)
+                await self._run_in_thread(run_saves, saves)
+        return await asyncio.to_thread(prove_rank_files, model_dir, trainer_dir, self._rank)
 
     async def collect_report(self) -> ActorReport:
         peaks_mb = (

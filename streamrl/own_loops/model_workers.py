@@ -10,17 +10,19 @@ result does not depend on the number of ranks.
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from streamrl.actors.coordination.trainer_group import ParallelTrainer
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.shared_weights import SharedWeights
-from streamrl.actors.trainer import make_logprob_check
+from streamrl.actors.trainer import make_logprob_check, prove_rank_files, run_saves
 from streamrl.algorithms import summarize_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.training_metrics import summarize_critic
@@ -47,8 +49,10 @@ from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.model_rank import ModelRank
+from streamrl.engines.training.model_trainer import PROXIMAL_COLUMN
 from streamrl.engines.training.rollout_sums import sum_rollouts
 from streamrl.errors import ConfigError, StreamError
+from streamrl.files.file_proofs import FileProof
 from streamrl.files.typed_settings import Conflict, check_conflicts
 from streamrl.messages import (
     COLUMN_SPECS,
@@ -61,6 +65,7 @@ from streamrl.messages import (
 )
 from streamrl.own_loops import Batch, WorkerContext, transfers
 from streamrl.pipeline import verify_weights
+from streamrl.run_dir.checkpoint import get_role_dirs
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import TrainStepResult
 from streamrl.stream.step_metrics import average_metrics, compute_score_metrics
@@ -226,6 +231,18 @@ class RankTrainer(ParallelTrainer):
 Metrics = dict[str, float]
 
 
+class SavedRank(NamedTuple):
+    """Files of a checkpoint that a rank has written, with their proofs.
+
+    version: number of the role's training steps. dials: values of adaptive parameters.
+    """
+
+    role: str
+    version: int
+    proofs: Mapping[Path, FileProof]
+    dials: Mapping[str, float]
+
+
 class TrainedWorker:
     """Base class of workers that train: a rank of the policy or of a critic."""
 
@@ -253,12 +270,47 @@ class TrainedWorker:
         self._trainer = RankTrainer(role, config, max_length, context.rank)
         self._version = 0
 
+    @transfers("ONE_TO_ALL")
+    def save_state(self, checkpoint_dir: Path) -> SavedRank:
+        """Write this rank's files of a checkpoint: model, optimizer and random state."""
+        role, rank, model = self._trainer.role, self._context.rank, self._trainer.model
+        model_dir, trainer_dir = get_role_dirs(checkpoint_dir, role)
+        run_saves(
+            [partial(model.save_training_state, trainer_dir), partial(model.save_model, model_dir)]
+        )
+        return SavedRank(
+            role, self._version, prove_rank_files(model_dir, trainer_dir, rank), dials={}
+        )
+
+    @transfers("TO_ALL_FROM_FIRST")
+    def load_state(
+        self, checkpoint_dir: Path, versions: Mapping[str, int], dials: Mapping[str, float]
+    ) -> str:
+        """Load the state that all ranks saved, on as many ranks or others; return the role.
+
+        versions: of the checkpoint's trained roles. dials: values of adaptive parameters.
+        """
+        role = self._trainer.role
+        if role not in versions:
+            raise ConfigError(f"{checkpoint_dir}: has no {role}, which this loop trains")
+        self._trainer.model.load_training_state(get_role_dirs(checkpoint_dir, role)[1])
+        self._version = versions[role]
+        return role
+
+    def offload(self) -> None:
+        """Free the device memory of the optimizer's state until the next update."""
+        self._trainer.model.offload_optimizer()
+
     async def _train_batch(
         self, batch: Batch, adaptive_params: Mapping[str, float]
     ) -> TrainStepResult:
         """Run a training step on this rank's share of a batch."""
         groups = map_groups_by_uid(batch)
         derived = dict(zip(groups, batch[DERIVED_COLUMN], strict=True))
+        if PROXIMAL_COLUMN in batch:
+            for uid, logprobs in zip(groups, batch[PROXIMAL_COLUMN], strict=True):
+                # A copy: arrays of Ray's store are read-only.
+                derived[uid] = {**derived[uid], PROXIMAL_COLUMN: np.array(logprobs)}
         return await self._trainer.train_step(groups, derived, self._version, adaptive_params)
 
 
@@ -283,7 +335,7 @@ class PolicyWorker(TrainedWorker):
         super().__init__(context, config, max_length, POLICY)
         self._settings = self._config.algorithm_settings
         self._adaptive_params = AdaptiveParams(config.algorithm.spec, self._settings)
-        self._loop = asyncio.Runner()
+        self._loop, self._num_published = asyncio.Runner(), 0
         self._loop.run(self._start_generator(memory))
 
     @transfers("P3D_ALL_MICRO_DP")
@@ -295,6 +347,16 @@ class PolicyWorker(TrainedWorker):
     def generate_greedy(self, batch: Batch) -> dict[str, list[Array]]:
         """Decode a greedy completion for each prompt of the batch; return the column greedy_ids."""
         return self._sample_groups(GREEDY_CALL.stage, batch[PROMPT_COLUMN])
+
+    @transfers("P3D")
+    def compute_logprobs(self, batch: Batch) -> dict[str, list[Array]]:
+        """Compute the policy's logprob of each token; return the column proximal_logprobs.
+
+        With algorithm.correction.proximal=trainer, `update_policy` clips against this column if the
+        batch has it, and otherwise computes it itself where a step has several updates.
+        """
+        self._check_weights()
+        return self._loop.run(self._compute_logprobs(batch))
 
     @transfers("RANK_ZERO")
     def compute_advantages(self, batch: Batch) -> dict[str, list[Columns]]:
@@ -328,6 +390,39 @@ class PolicyWorker(TrainedWorker):
         """Write the policy as a Hugging Face directory, on the node of rank 0."""
         self._trainer.model.save_model(folder)
 
+    @transfers("ONE_TO_ALL")
+    def save_state(self, checkpoint_dir: Path) -> SavedRank:
+        saved = self._loop.run(self._save_whole_state(super().save_state, checkpoint_dir))
+        return saved._replace(dials=self._adaptive_params.state_dict())
+
+    @transfers("TO_ALL_FROM_FIRST")
+    def load_state(
+        self, checkpoint_dir: Path, versions: Mapping[str, int], dials: Mapping[str, float]
+    ) -> str:
+        load = partial(super().load_state, checkpoint_dir, versions, dials)
+        self._adaptive_params.load_state_dict(dials)
+        return self._loop.run(self._load_next_state(load))
+
+    def offload(self) -> None:
+        """Free the generator's KV cache until it samples, and the optimizer's state."""
+        self._loop.run(self._generator.sleep())
+        super().offload()
+
+    async def _save_whole_state(
+        self, save: Callable[[Path], SavedRank], checkpoint_dir: Path
+    ) -> SavedRank:
+        async with self._shared_weights.hold_whole_state():
+            return save(checkpoint_dir)
+
+    async def _load_next_state(self, load: Callable[[], str]) -> str:
+        """Load a state into the trainer, and switch the generator to it."""
+        await self._shared_weights.invalidate_weights()
+        async with self._shared_weights.run_training_phase():
+            role = load()
+            manifest = self._publish_version()
+        await self._load_version(manifest)
+        return role
+
     async def _start_generator(self, memory: WorkerMemory) -> None:
         await self._shared_weights.attach_trainer(self._trainer.model, memory)
         self._generator = await RealEngineFactory().make_generator(
@@ -356,14 +451,26 @@ class PolicyWorker(TrainedWorker):
             manifest = self._publish_version()
         return result, await self._load_version(manifest)
 
+    def _check_weights(self) -> None:
+        if self._shared_weights.is_changing:
+            raise StreamError(
+                "the last update failed midway; the weights are inconsistent, cannot sample or"
+                " score"
+            )
+
+    async def _compute_logprobs(self, batch: Batch) -> dict[str, list[Array]]:
+        async with self._shared_weights.run_training_phase():
+            return score_batch(self._trainer.model, batch, PROXIMAL_COLUMN, self._config)
+
     def _publish_version(self) -> WeightManifest:
         """Declare the current weights a version; add a logprob check to the manifest if due."""
         logprob_check = None
-        if is_logprob_check_due(self._version, every=self._config.weights.probe_every):
+        if is_logprob_check_due(self._num_published, every=self._config.weights.probe_every):
             logprob_check = make_logprob_check(
                 self._trainer.model, self._config, max_length=self._max_length
             )
         manifest = self._shared_weights.publish_version(self._version)
+        self._num_published += 1
         return replace(manifest, logprob_check=logprob_check)
 
     async def _load_version(self, manifest: WeightManifest) -> Metrics:
@@ -391,11 +498,8 @@ class PolicyWorker(TrainedWorker):
 
     def _sample_groups(self, stage: str, prompts: Sequence[Prompt]) -> dict[str, list[Array]]:
         """Sample the rollouts of all prompts concurrently in a generation stage; return columns."""
-        if self._shared_weights.is_changing:
-            # The generator stays paused until a version is activated, so sampling would hang.
-            raise StreamError(
-                "the last update failed midway; the weights are inconsistent, cannot sample"
-            )
+        # The generator stays paused until a version is activated, so sampling would hang.
+        self._check_weights()
         sample = self._generator.stages[stage]
 
         async def sample_all() -> list[Columns]:

@@ -32,6 +32,8 @@ from streamrl.own_loops.transfer_protocols import RankCalls, find_transfer_metho
 
 GROUP_CALL_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 600.0  # includes loading the models
+TURN_TIMEOUT_S = 7200.0
+"""Longest turn that the next group waits for; the deadlines of its calls name it earlier."""
 BatchShape = tuple[int, tuple[str, ...]]
 """Number of rows and names of the columns of a stored batch."""
 
@@ -41,6 +43,8 @@ class ResourcePool:
 
     cpus, gpus: resources of a slot.
     groups: how many worker groups may share a slot, each with an equal fraction.
+    takes_turns: the groups compute one after the other, in the order of the calls; by default all
+        at once.
     Raises ConfigError if the resources are not free within timeout_s.
     """
 
@@ -51,6 +55,7 @@ class ResourcePool:
         cpus: float = 1.0,
         gpus: float = 0.0,
         groups: int = 4,
+        takes_turns: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         if min(slots, groups) < 1 or min(cpus, gpus) < 0 or max(cpus, gpus) == 0:
@@ -58,7 +63,9 @@ class ResourcePool:
                 f"pool: slots={slots}, groups={groups}, cpus={cpus:g}, gpus={gpus:g}: slots and"
                 " groups must be at least 1, cpus and gpus 0 or more, and not both 0"
             )
-        self.slots = slots
+        self.slots, self.takes_turns = slots, takes_turns
+        self._turn_holder: WorkerGroup | None = None
+        self._previous_turn = EndedTurn()
         self._worker_resources = {"num_cpus": cpus / groups, "num_gpus": gpus / groups}
         self._groups = groups
         self._used_shares = [0] * slots
@@ -85,9 +92,33 @@ class ResourcePool:
         """Give back a fraction of a slot that `acquire_slot` took."""
         self._used_shares[slot] -= 1
 
+    def begin_turn(self, group: "WorkerGroup") -> "EndedTurn":
+        """Give a group the devices; return the turn before, which its calls must wait for.
+
+        All of a group's ranks change together and in one order, so no ranks wait for each other in
+        a circle, as they could if each took a lease of its device.
+        """
+        if self.takes_turns and group is not self._turn_holder:
+            if self._turn_holder is not None:
+                self._previous_turn = self._turn_holder.end_turn(self._previous_turn)
+            self._turn_holder = group
+        return self._previous_turn
+
     def close(self) -> None:
         self.is_closed = True
         remove_placement_group(self._placement)
+
+
+@dataclass(frozen=True)
+class EndedTurn:
+    """Turn of a group on a pool after its last call.
+
+    replies: references that are ready once each rank has ended the turn.
+    wait: waits for the ranks, on the controller.
+    """
+
+    replies: Sequence[Any] = ()
+    wait: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -132,15 +163,28 @@ class WorkerHost:
             return WorkerFailure.from_exception(error)
         return None
 
+    def end_turn(self, should_offload: bool) -> WorkerFailure | None:
+        """Reply after all earlier calls; let the worker offload its models first if it should."""
+        try:
+            if should_offload:
+                self._worker.offload()
+        except Exception as error:  # noqa: BLE001
+            return WorkerFailure.from_exception(error)
+        return None
+
     def call_method(
-        self, method: str, arguments: Sequence[Any]
+        self, method: str, arguments: Sequence[Any], after: Sequence[Any] = ()
     ) -> tuple[Any, BatchShape | WorkerFailure | None]:
         """Call a method of the worker; return the result and its shape, None if it is no batch.
+
+        after: replies to wait for; one whose actor has died counts as arrived.
 
         Batches among the arguments are fetched first. If the method fails, a WorkerFailure takes
         the place of the shape.
         """
         try:
+            if after and ray.wait([*after], num_returns=len(after), timeout=TURN_TIMEOUT_S)[1]:
+                raise DeadlineError(f"the turn of the group before took over {TURN_TIMEOUT_S:g} s")
             inputs = [
                 fetch_rows(value) if isinstance(value, BatchRef) else value for value in arguments
             ]
@@ -187,6 +231,7 @@ class WorkerGroupReply:
         """
         if self._result is None:
             self._result = (self._collect(),)
+            self._collect = lambda: None  # frees the chain of turns before
         return self._result[0]
 
     def load(self) -> dict[str, Any]:
@@ -229,7 +274,10 @@ class WorkerGroup:
     `@transfers` become methods of the group.
     mesh: layout of the ranks.
     env: environment variables of the processes; OMP_NUM_THREADS defaults to 1.
-    timeout_s: deadline of a call. The start has START_TIMEOUT_S.
+    timeout_s: deadline of a call, without the time that it waits for the group's turn. The start
+        has START_TIMEOUT_S.
+    offloads: at the end of each turn, the worker's method `offload` frees device memory. The worker
+        loads back what its next call needs.
 
     The constructor does not wait for the workers; `wait_until_ready` or the first call does. Raises
     ConfigError if the pool is too small, or if a method has the name of a method of
@@ -244,8 +292,10 @@ class WorkerGroup:
         mesh: WorkerMesh,
         env: Mapping[str, str] | None = None,
         timeout_s: float = GROUP_CALL_TIMEOUT_S,
+        offloads: bool = False,
     ) -> None:
         self._name = worker.__name__
+        self._offloads, self._last_method = offloads, ""
         self._mesh, self._timeout_s = mesh, timeout_s
         self._methods = find_transfer_methods(worker)
         for method in self._methods.keys() & set(dir(WorkerGroup)):
@@ -253,6 +303,9 @@ class WorkerGroup:
                 f"{self._name}.{method}: WorkerGroup itself has a method of this name; rename the"
                 " worker's"
             )
+        if offloads and not (pool.takes_turns and hasattr(worker, "offload")):
+            missing = "a method offload" if pool.takes_turns else "a pool with takes_turns=True"
+            raise ConfigError(f"{self._name}: offloads=True: needs {missing}")
         if mesh.size > pool.slots:
             raise ConfigError(f"{self._name}: {mesh.size} ranks; the pool has {pool.slots} slots")
         self._pool = pool
@@ -313,12 +366,37 @@ class WorkerGroup:
                     f"the protocol distributed {len(calls)} calls to {len(self._hosts)} ranks: must"
                     " be arguments or None for each"
                 )
+        before, self._last_method = self._pool.begin_turn(self), method
         replies = {
-            rank: self._hosts[rank].call_method.options(num_returns=2).remote(method, call)
+            rank: self._hosts[rank]
+            .call_method.options(num_returns=2)
+            .remote(method, call, before.replies)
             for rank, call in enumerate(calls)
             if call is not None
         }
-        return WorkerGroupReply(partial(self._collect_answers, method, calls, replies))
+
+        def collect() -> Any:
+            before.wait()
+            return self._collect_answers(method, calls, replies)
+
+        return WorkerGroupReply(collect)
+
+    def end_turn(self, before: EndedTurn) -> EndedTurn:
+        """End the turn on all ranks after their last call.
+
+        before: turn before this one.
+        """
+        if self._is_closed:
+            return before
+        replies = [host.end_turn.remote(self._offloads) for host in self._hosts]
+
+        def collect() -> None:
+            before.wait()
+            if not self._is_closed:
+                name = f"{self._last_method} and the end of its turn"
+                self._fetch_answers(dict(enumerate(replies)), name, self._timeout_s)
+
+        return EndedTurn(replies, WorkerGroupReply(collect).get)
 
     @contextmanager
     def _name_call(self, method: str) -> Iterator[None]:

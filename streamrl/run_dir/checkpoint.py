@@ -68,6 +68,7 @@ class CheckpointState(TypedDict):
     cuts: first journal segment that the checkpoint does not cover, by shard folder or run log.
     evaluation: of this version, if there was one: `mean` score, and a hash of the `settings` that
         scores depend on. Scores under different settings are not compared.
+    versions: of each trained role, in the checkpoint of an own loop.
     """
 
     version: _Count
@@ -76,6 +77,7 @@ class CheckpointState(TypedDict):
     dials: Mapping[str, float]
     cuts: Mapping[_JournalFolder, _Count]
     evaluation: NotRequired[Mapping[str, int | float]]
+    versions: NotRequired[Mapping[str, _Count]]
 
 
 @dataclass
@@ -133,23 +135,23 @@ class CheckpointWriter:
 
     def __init__(self, run_dir: Path, version: int) -> None:
         self._final_dir = run_dir / "checkpoints" / f"step_{version:06d}"
-        self._partial_dir = self._final_dir.with_name(f".{self._final_dir.name}.partial")
-        self.queue_dir = self._partial_dir / "queue"
+        self.partial_dir = self._final_dir.with_name(f".{self._final_dir.name}.partial")
+        self.queue_dir = self.partial_dir / "queue"
         self._proofs: dict[Path, FileProof] = {}
         self.discard()
         with wrap_checkpoint_errors(self._final_dir):
-            self._partial_dir.mkdir(parents=True)
+            self.partial_dir.mkdir(parents=True)
 
     def rename_in_error(self, error: CheckpointError) -> CheckpointError:
         """Return the error with the checkpoint's final folder in its text, not the hidden one."""
-        return type(error)(str(error).replace(str(self._partial_dir), str(self._final_dir)))
+        return type(error)(str(error).replace(str(self.partial_dir), str(self._final_dir)))
 
     def discard(self) -> None:
         """Remove the hidden folder of an unfinished checkpoint."""
-        shutil.rmtree(self._partial_dir, ignore_errors=True)
+        shutil.rmtree(self.partial_dir, ignore_errors=True)
 
     def get_role_dirs(self, role: str) -> tuple[Path, Path]:
-        return get_role_dirs(self._partial_dir, role)
+        return get_role_dirs(self.partial_dir, role)
 
     def add_proofs(self, proofs: Mapping[Path, FileProof]) -> None:
         self._proofs.update(proofs)
@@ -163,14 +165,14 @@ class CheckpointWriter:
         """
         replaced = self._final_dir.with_name(f".{self._final_dir.name}.replaced")
         with wrap_checkpoint_errors(self._final_dir):
-            paths = list_files(self._partial_dir)
+            paths = list_files(self.partial_dir)
             proofs = self._proofs | prove_files(set(paths) - self._proofs.keys())
-            files = {str(path.relative_to(self._partial_dir)): proofs[path] for path in paths}
-            write_state(self._partial_dir, {**state, "files": files})
+            files = {str(path.relative_to(self.partial_dir)): proofs[path] for path in paths}
+            write_state(self.partial_dir, {**state, "files": files})
             if self._final_dir.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 self._final_dir.rename(replaced)
-            sync_and_rename(self._partial_dir, self._final_dir)
+            sync_and_rename(self.partial_dir, self._final_dir)
             shutil.rmtree(replaced, ignore_errors=True)
             best = link_best_checkpoint(self._final_dir.parent)
         for old in list_checkpoints(self._final_dir.parent)[:-keep]:

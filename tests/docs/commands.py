@@ -137,8 +137,8 @@ def check_python(words: Sequence[str]) -> None:
     if not arguments:
         return
     if room == "examples":
-        loop_setup = importlib.import_module("examples.own_loop.loop_setup")
-        parser = getattr(importlib.import_module(module), "make_parser", loop_setup.make_parser)()
+        command_line = importlib.import_module("examples.own_loop.command_line")
+        parser = getattr(importlib.import_module(module), "make_parser", command_line.make_parser)()
         load_config(RECIPE, vars(parse(parser, arguments)).get("overrides", []))
     else:
         main = f"{module}.__main__" if folder.exists() else module

@@ -1,18 +1,23 @@
 """Loops of one's own, on real engines: what they learn is what a run learns."""
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from examples.own_loop import loop_setup
-from examples.own_loop.loop_setup import Loop, LoopSetup, Step, iter_steps
+from examples.own_loop import command_line
+from examples.own_loop.command_line import LoopFunction, Step, iter_steps
+from examples.own_loop.grpo import SETTINGS as GRPO_SETTINGS
+from examples.own_loop.grpo import grpo
 from examples.own_loop.ppo import ppo
 from examples.own_loop.remax import remax
 from examples.own_loop.safe_rlhf import safe_rlhf
@@ -20,19 +25,21 @@ from streamrl.actors.launch.fork_server import start_fork_server, stop_fork_serv
 from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.cli.main import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from streamrl.config.preflight import check_worker_memory, prepare_run
-from streamrl.config.run_config import RunConfig, load_config
+from streamrl.config.run_config import RunConfig, load_config, with_settings
 from streamrl.dataflow import CRITIC
 from streamrl.errors import ConfigError, StreamError
 from streamrl.own_loops import PROTOCOLS, Batch, WorkerContext, WorkerMesh, transfers
+from streamrl.own_loops.loop import OwnLoop
 from streamrl.own_loops.model_workers import (
     CriticWorker,
     PolicyWorker,
     make_loop_config,
     set_world_size,
 )
-from streamrl.own_loops.worker_group import ResourcePool
+from streamrl.own_loops.worker_group import ResourcePool, WorkerGroup
 from streamrl.placement.config import PlacementConfig
 from streamrl.resharding.grids import RankGrid
+from streamrl.run_dir.checkpoint import read_checkpoint
 from tests.e2e.launched import Launched
 from tests.e2e.shared_runs import PPO_ODD, Ended, make_builds
 
@@ -64,13 +71,17 @@ class Narrow:
     def __init__(self, pool: ResourcePool, slots: int) -> None:
         self.slots = slots
         self.acquire_slot, self.release_slot = pool.acquire_slot, pool.release_slot
+        self.begin_turn, self.takes_turns = pool.begin_turn, pool.takes_turns
         self.is_closed = False
 
 
-def play(loop: Loop, config: RunConfig, pool: Any) -> list[Mapping[str, float]]:
-    """The figures of every step."""
-    prepared = prepare_run(config)
-    return list(iter_steps(loop, LoopSetup(config, pool, prepared.prompts, prepared.max_length)))
+def play(
+    function: LoopFunction, config: RunConfig, pool: Any, folder: Path | None = None
+) -> list[Mapping[str, float]]:
+    """The figures of every step; checkpoints are below the folder, if any is given."""
+    with TemporaryDirectory() as other:
+        config = with_settings(config, {"run.dir": str(folder or other)})
+        return list(iter_steps(function, OwnLoop(config, pool, prepare_run(config))))
 
 
 class Watched(PolicyWorker):
@@ -118,6 +129,11 @@ def assert_kept(steps: list[Mapping[str, float]]) -> None:
         assert step["optimizer_bytes"] == 0
 
 
+def select_exact(step: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures that do not depend on the machine."""
+    return {name: x for name, x in step.items() if not name.startswith(("time/", "memory/"))}
+
+
 def assert_alike(found: Mapping[str, float], wanted: Mapping[str, float]) -> None:
     assert found["reward/mean"] == pytest.approx(wanted["reward/mean"], abs=1e-9)
     learned = [name for name in LEARNED if name in found]
@@ -126,16 +142,16 @@ def assert_alike(found: Mapping[str, float], wanted: Mapping[str, float]) -> Non
     assert "loss/value" in learned
 
 
-def ppo_saved(folder: Path) -> Loop:
+def ppo_saved(folder: Path) -> LoopFunction:
     """PPO, whose policy is saved after its second step."""
 
-    def loop(setup: LoopSetup) -> Iterator[Step]:
-        for number, step in enumerate(ppo(setup), start=1):
+    def function(loop: OwnLoop) -> Iterator[Step]:
+        for step in ppo(loop):
             yield step
-            if number == 2:
-                setup.groups[0].save_model(folder).get()
+            if loop.step == 2:
+                loop.groups[0].save_model(folder).get()
 
-    return loop
+    return function
 
 
 @pytest.fixture(scope="module")
@@ -220,16 +236,38 @@ def test_generating_after_a_failed_update_raises(pool: ResourcePool):
     config = load_config(
         PPO, ["run.steps=1", "pipeline.groups_per_step=2", "critic.warmup_alone=0"]
     )
-    prepared = prepare_run(config)
-    setup = LoopSetup(config, Narrow(pool, 1), prepared.prompts, prepared.max_length)  # type: ignore[arg-type]
-    policy = setup.start_group(FailingPolicy)
-    (batch,) = setup.batches
+    loop = OwnLoop(config, Narrow(pool, 1), prepare_run(config))  # type: ignore[arg-type]
+    policy = loop.start_group(FailingPolicy)
+    (batch,) = loop.batches
     sampled = policy.generate_sequences(batch)
     with pytest.raises(StreamError, match="no gradient"):
         policy.fail(sampled).get()
     with pytest.raises(StreamError, match="the last update failed midway; the weights"):
         policy.fail(policy.generate_sequences(batch)).get()
     policy.close()
+
+
+class Offloading(OwnLoop):
+    """Loop whose policy offloads its optimizer and its KV cache at the end of each turn."""
+
+    def start_group(self, worker: type, *arguments: object, **settings: Any) -> WorkerGroup:
+        offloads = worker is PolicyWorker
+        return super().start_group(worker, *arguments, **settings, offloads=offloads)
+
+
+@pytest.mark.slow
+def test_grpo_in_turns_learns_what_it_learns_at_once(
+    pool: ResourcePool, monkeypatch: pytest.MonkeyPatch
+):
+    short = ["run.steps=3", "pipeline.groups_per_step=8", "checkpoint.at_end=false"]
+    config = load_config(CONFIGS / "grpo_arithmetic.yaml", [*GRPO_SETTINGS, *short])
+    at_once = play(grpo, config, Narrow(pool, 1))
+    monkeypatch.setattr(pool, "takes_turns", True)
+    monkeypatch.setattr("tests.examples.test_own_loop.OwnLoop", Offloading)
+    in_turns = play(grpo, config, Narrow(pool, 1))
+    assert [step["policy/grad_norm"] > 0 for step in at_once] == [True] * 3
+    for one, other in zip(at_once, in_turns, strict=True):
+        assert select_exact(one) == select_exact(other)
 
 
 @pytest.mark.slow
@@ -259,14 +297,103 @@ def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool):
         assert {"loss/policy", "loss/value", "loss/cost_value", "loss/ptx"} <= step.keys()
 
 
+SHORT = ["run.steps=4", "pipeline.groups_per_step=16", "critic.warmup_alone=1", "run.name=own"]
+
+
+def stop_after(step: int, function: LoopFunction) -> LoopFunction:
+    """Return the loop, which is saved and ends after a step."""
+
+    def stopping(loop: OwnLoop) -> Iterator[Step]:
+        for replies in function(loop):
+            yield replies
+            if loop.step == step:
+                loop.save_checkpoint()
+                return
+
+    return stopping
+
+
+@pytest.fixture(scope="module")
+def resumed(pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of PPO's four steps, `whole` in one go and `parts` in two, and of their figures."""
+    folder, config = tmp_path_factory.mktemp("resumed"), load_config(PPO, SHORT)
+    one = Narrow(pool, 1)
+    runs = {
+        "whole": [play(ppo, config, one, folder / "whole")],
+        "parts": [
+            play(stop_after(2, ppo), config, one, folder / "parts"),
+            play(ppo, config, one, folder / "parts"),
+        ],
+    }
+    steps = {name: [step for part in parts for step in part] for name, parts in runs.items()}
+    (folder / "steps.json").write_text(json.dumps(steps))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_resumed_loop_equals_an_uninterrupted_one_bit_for_bit(resumed: Path):
+    steps = json.loads((resumed / "steps.json").read_text())
+    for one, other in zip(steps["whole"], steps["parts"], strict=True):
+        assert select_exact(one) == select_exact(other)
+    whole, parts = (
+        read_checkpoint(resumed / name / "own/checkpoints/step_000004")
+        for name in ("whole", "parts")
+    )
+    assert whole.state["versions"] == {"policy": 4, "critic": 4}
+    assert whole.proofs == parts.proofs
+    assert whole.state == parts.state
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_refused_if_it_is_damaged_or_of_another_loop(
+    resumed: Path, pool: ResourcePool
+):
+    config = load_config(PPO, [*SHORT, f"run.dir={resumed / 'parts'}"])
+    prepared = prepare_run(config)
+    with closing(OwnLoop(config, pool, prepared)) as loop:
+        with pytest.raises(ConfigError, match="step_000004: has a critic, policy, which this loop"):
+            loop.load_checkpoint()
+        with pytest.raises(ConfigError, match="own is in use: its run is alive"):
+            OwnLoop(config, pool, prepared).load_checkpoint()
+    seeded = with_settings(config, {"run.seed": 1})
+    told = "cannot resume the data stream: the seed of the data order was 0"
+    with (
+        closing(OwnLoop(seeded, pool, prepare_run(seeded))) as loop,
+        pytest.raises(ConfigError, match=told),
+    ):
+        loop.load_checkpoint()
+    (file,) = (resumed / "parts").glob("own/checkpoints/step_000004/critic/trainer/rng_00000.*")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    told = r"step_000004: critic/trainer/rng_00000.*hash"
+    with (
+        closing(OwnLoop(config, pool, prepared)) as loop,
+        pytest.raises(ConfigError, match=told),
+    ):
+        loop.load_checkpoint()
+
+
+def test_checkpoints_need_a_run_directory_of_their_own(tmp_path: Path):
+    config = load_config(PPO, [f"run.dir={tmp_path}"])
+    loop = OwnLoop(config, None, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="save_checkpoint: call load_checkpoint once before"):
+        loop.save_checkpoint()
+    config.run_dir.mkdir()
+    (config.run_dir / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"run: has a run of `streamrl train`; set run.dir or"):
+        loop.load_checkpoint()
+
+
 TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--workers", "1"]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--workers", "0"], "--workers=0: must be at least 1"),
-        (["trainer.backend=torch", *TENSOR_PARALLEL], "trainer.tensor_parallel=2: must divide --w"),
+        (["--workers", "0"], "workers=0: must be at least 1"),
+        (
+            ["trainer.backend=torch", *TENSOR_PARALLEL],
+            "trainer.tensor_parallel=2: must divide",
+        ),
         (["placement.memory_mb=20"], "placement.memory_mb=20: to train, a worker holds "),
         (
             ["--config", "configs/grpo_arithmetic.yaml"],
@@ -287,7 +414,7 @@ def test_bad_input_is_one_line(
 ):
     monkeypatch.setattr("sys.argv", ["ppo", *words])
     with pytest.raises(SystemExit) as left:
-        loop_setup.main(ppo, str(PPO), "critic.warmup_alone=2")
+        command_line.main(ppo, str(PPO), "critic.warmup_alone=2")
     assert left.value.code == EXIT_BAD_INPUT
     (said,) = capsys.readouterr().err.splitlines()
     assert told in said
@@ -317,15 +444,33 @@ def test_the_page_has_every_protocol():
     assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.M) == list(PROTOCOLS)
 
 
+def run_page(code: str, folder: Path) -> str:
+    """Run code of the page in a folder of its own; return what it prints."""
+    (folder / "page.py").write_text(code)
+    run = Launched([], folder, {"PYTHONPATH": f"{folder}:{Path.cwd()}"}, module="page")
+    assert run.wait(300.0) == 0, run.output
+    return run.output
+
+
 @pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path: Path):
-    first, second = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
-    (tmp_path / "page.py").write_text(first + second)
-    run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="page")
-    assert run.wait(300.0) == 0, run.output
-    assert str({"text": ["a", "bb", "ccc"], "number": [101, 102, 103]}) in run.output
-    assert str([{"rows": 2, "letters": 3}, {"rows": 1, "letters": 3}]) in run.output
-    assert str({"text": ["a", "bb", "ccc"], "old": [101, 102, 103]}) in run.output
+    _, *parts = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
+    output = run_page("".join(parts), tmp_path)
+    assert str({"text": ["a", "bb", "ccc"], "number": [101, 102, 103]}) in output
+    assert str([{"rows": 2, "letters": 3}, {"rows": 1, "letters": 3}]) in output
+    assert str({"text": ["a", "bb", "ccc"], "old": [101, 102, 103]}) in output
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_runs_and_continues(tmp_path: Path):
+    script, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
+    recipe = PPO.read_text().replace("examples/", f"{Path.cwd()}/examples/")
+    (tmp_path / "rl.yaml").write_text(recipe.replace("groups_per_step: 256", "groups_per_step: 8"))
+    for before, steps in ((0, 5), (5, 6)):
+        output = run_page(script.replace("run.steps=20", f"run.steps={steps}"), tmp_path)
+        assert f"continues after step {before}\n" in output
+        trained = re.findall(r"^(\d+) [\d.]+ [\d.]+$", output, re.M)
+        assert trained == [str(step) for step in range(before + 1, steps + 1)]
 
 
 @pytest.mark.slow

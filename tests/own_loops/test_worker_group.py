@@ -4,12 +4,13 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
+from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError, StreamError
 from streamrl.own_loops import (
     PROTOCOLS,
     BatchRef,
@@ -282,3 +283,84 @@ def test_a_worker_that_fails_to_start_is_reported_and_frees_its_slot(pool: Resou
     with pytest.raises(ConfigError, match="rank=1: must be another"):
         group.first()
     group.close()
+
+
+class Turning(Doubler):
+    """Worker that records when it computes and when it offloads."""
+
+    def __init__(self, context: WorkerContext, folder: str, *failing: bool) -> None:
+        super().__init__(context)
+        self._folder, self._failing = Path(folder), failing
+
+    @transfers("ONE_TO_ALL")
+    def work(self, name, seconds):
+        self._note(f"+{name}")
+        time.sleep(seconds)
+        self._note(f"-{name}")
+
+    @transfers("RANK_ZERO")
+    def work_alone(self, name, seconds):
+        self.work(name, seconds)
+
+    def offload(self):
+        if self._failing:
+            raise StreamError("no space to offload")
+        self._note("offload")
+
+    def _note(self, text: str) -> None:
+        with (self._folder / "notes").open("a") as file:
+            file.write(text + "\n")
+
+
+@pytest.fixture
+def shared_pool(local_ray: None) -> Iterator[ResourcePool]:
+    pool = ResourcePool(2, cpus=0.5, takes_turns=True)
+    yield pool
+    pool.close()
+
+
+def test_groups_of_a_pool_take_turns_in_the_order_of_calls(
+    shared_pool: ResourcePool, tmp_path: Path
+):
+    mesh = make_mesh("1-1-2")
+    a = WorkerGroup(shared_pool, Turning, str(tmp_path), mesh=mesh, offloads=True)
+    b = WorkerGroup(shared_pool, Turning, str(tmp_path), mesh=mesh)
+    replies = [a.work_alone("a0", 0.3), a.work("a1", 0.1), b.work("b", 0.1), a.work("a2", 0.0)]
+    replies[-1].get()
+    notes = (tmp_path / "notes").read_text().split()
+    # Rank 1 has no part in the first call, and need not wait for rank 0.
+    assert [sorted(turn) for turn in (notes[:8], notes[8:12], notes[12:])] == [
+        ["+a0", "+a1", "+a1", "-a0", "-a1", "-a1", "offload", "offload"],
+        ["+b", "+b", "-b", "-b"],
+        ["+a2", "+a2", "-a2", "-a2"],
+    ]
+
+
+def test_a_turn_that_does_not_end_is_reported_by_the_group_after_it(
+    shared_pool: ResourcePool, tmp_path: Path
+):
+    mesh = make_mesh("1-1-1")
+    hung = WorkerGroup(shared_pool, Turning, str(tmp_path), mesh=mesh, timeout_s=1.0)
+    after = WorkerGroup(shared_pool, Turning, str(tmp_path), mesh=mesh)
+    hung.work("long", 60.0)
+    waiting = after.work("next", 0.0)
+    with pytest.raises(DeadlineError, match=r"Turning.work and the end of its turn: no answer"):
+        waiting.get()
+    hung.close()
+    # The devices are free once the group is closed.
+    waiting.get()
+    assert (tmp_path / "notes").read_text().split() == ["+long", "+next", "-next"]
+
+
+def test_failing_and_impossible_offloads_are_reported(
+    shared_pool: ResourcePool, pool: ResourcePool, tmp_path: Path
+):
+    mesh = make_mesh("1-1-1")
+    failing = WorkerGroup(shared_pool, Turning, str(tmp_path), True, mesh=mesh, offloads=True)
+    failing.work("first", 0.0).get()
+    with pytest.raises(StreamError, match="no space to offload"):
+        WorkerGroup(shared_pool, Doubler, mesh=mesh).first().get()
+    with pytest.raises(ConfigError, match="Doubler: offloads=True: needs a method offload"):
+        WorkerGroup(shared_pool, Doubler, mesh=mesh, offloads=True)
+    with pytest.raises(ConfigError, match="Turning: offloads=True: needs a pool with takes_turns"):
+        WorkerGroup(pool, Turning, str(tmp_path), mesh=mesh, offloads=True)

@@ -92,6 +92,8 @@ from streamrl.resharding.storage import ShardStorage, create_from_buffers
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from streamrl.weights.parameters import LORA_SCALE, build_full_weights
 
+PROXIMAL_COLUMN = "proximal_logprobs"
+"""Derived column of the logprobs under the policy from which a training step starts."""
 BUCKET_BYTES = 16 * 2**20
 """Bytes that a transfer has in flight at a time; gloo buffers as much again."""
 
@@ -173,15 +175,22 @@ class ModelTrainer(ModelRank):
         """Compute and keep the current policy's logprobs of picked rollouts for the training step.
 
         Call it after `plan_step`. The logprobs serve as proximal logprobs in all updates of the
-        step. `version` is the policy version that the step starts from.
+        step. `version` is the policy version that the step starts from. If the columns passed to
+        `plan_step` include the logprobs, only what depends on them is computed.
         """
         task, plan = self._task, self._current_plan
         assert isinstance(task, PolicyTask)
-        masks = {uid: {"loss_mask": c["loss_mask"]} for uid, c in plan.get_derived(groups).items()}
-        batch = build_batch(groups, picks, derived=masks, token_columns=task.token_columns)
+        names = ("loss_mask", PROXIMAL_COLUMN) if plan.has_proximal_logprobs else ("loss_mask",)
+        derived = {uid: {n: c[n] for n in names} for uid, c in plan.get_derived(groups).items()}
+        batch = build_batch(groups, picks, derived=derived, token_columns=task.token_columns)
         batch = batch.to(get_local_device())
-        with self._limit_wait("the logprob precomputation"), torch.no_grad():
-            logprobs = task.score_batch(self._backend.forward, batch).logprobs
+        if not plan.has_proximal_logprobs:
+            with self._limit_wait("the logprob precomputation"), torch.no_grad():
+                logprobs = task.score_batch(self._backend.forward, batch).logprobs
+        elif picks:
+            logprobs = batch[PROXIMAL_COLUMN]
+        else:
+            return
         near = task.find_near_tokens(logprobs, batch.to_dict(), version=version)
         plan.add_proximal_logprobs(groups, picks, logprobs.cpu().numpy(), near.cpu().numpy())
 
@@ -477,6 +486,7 @@ class StepPlan:
         self._derived = {uid: dict(columns) for uid, columns in derived.items()}
         self._correction = settings.correction
         self._squared_log_ratios: list[tuple[RolloutIndex, slice, Array]] = []
+        self.has_proximal_logprobs = any(PROXIMAL_COLUMN in columns for columns in derived.values())
 
     def get_derived(self, uids: Iterable[str]) -> dict[str, Columns]:
         """Return the columns computed so far for these groups, by uid."""
@@ -498,7 +508,7 @@ class StepPlan:
             columns = groups[uid]
             tokens = find_token_slice(columns["lengths"], index)
             token_logprobs = row[: tokens.stop - tokens.start]
-            self._fill_column(uid, "proximal_logprobs", tokens, token_logprobs)
+            self._fill_column(uid, PROXIMAL_COLUMN, tokens, token_logprobs)
             if self._correction.masks_before_updates:
                 log_ratio = token_logprobs - columns["generator_logprobs"][tokens]
                 episode = (
