@@ -10,7 +10,7 @@ result does not depend on the number of ranks.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,11 @@ from streamrl.actors.coordination.trainer_group import ParallelTrainer
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check, prove_rank_files, run_saves
-from streamrl.algorithms import summarize_policy
+from streamrl.algorithms import (
+    list_derivation_columns,
+    list_required_columns,
+    summarize_policy,
+)
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.training_metrics import summarize_critic
 from streamrl.buffer.micro_batch_schedule import MicroBatch, Round, ScheduledRound
@@ -119,6 +123,12 @@ def get_group_columns(batch: Batch) -> list[Columns]:
         dict(zip(names, cells, strict=True))
         for cells in zip(*(batch[name] for name in names), strict=True)
     ]
+
+
+def check_columns(batch: Batch, names: Iterable[str]) -> None:
+    """Raise ValueError unless the batch has all columns, and its prompts."""
+    if missing := sorted({PROMPT_COLUMN, *names} - batch.keys()):
+        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(batch)}")
 
 
 def map_groups_by_uid(batch: Batch) -> dict[str, Columns]:
@@ -252,6 +262,8 @@ class TrainedWorker:
         self._max_length = max_length
         self._config = config = set_world_size(config, context.size)
         self._context = context
+        spec, settings = config.algorithm.spec, config.algorithm_settings
+        self._required_columns = list_required_columns(spec, settings)
         trainer_config = config.get_trainer_config(role)
         dp_ranks = [trainer_config.get_dp_rank(rank) for rank in range(context.size)]
         if trainer_config.sequence_parallel > 1:
@@ -361,8 +373,10 @@ class PolicyWorker(TrainedWorker):
     @transfers("RANK_ZERO")
     def compute_advantages(self, batch: Batch) -> dict[str, list[Columns]]:
         """Compute advantages and returns of all groups of a step; return the column derived."""
+        spec = self._config.algorithm.spec
         settings = self._settings.with_adaptive_params(self._adaptive_params.values)
-        derived = derive_columns(self._config.algorithm.spec, settings, map_groups_by_uid(batch))
+        check_columns(batch, list_derivation_columns(spec, settings))
+        derived = derive_columns(spec, settings, map_groups_by_uid(batch))
         return {DERIVED_COLUMN: list(derived.values())}
 
     @transfers("TO_ALL_FROM_FIRST")
@@ -371,6 +385,7 @@ class PolicyWorker(TrainedWorker):
 
         During critic warm-up (critic.warmup_alone) the policy stays unchanged.
         """
+        check_columns(batch, [DERIVED_COLUMN, *self._required_columns])
         groups, adaptive_params = map_groups_by_uid(batch), dict(self._adaptive_params.values)
         rollouts = [(uid, i) for uid, group in groups.items() for i in range(len(group["lengths"]))]
         derived = dict(zip(groups, batch[DERIVED_COLUMN], strict=True))
@@ -525,6 +540,7 @@ class CriticWorker(TrainedWorker):
     @transfers("TO_ALL_FROM_FIRST")
     def update_critic(self, batch: Batch) -> Metrics:
         """Train the critic on a batch; return metrics."""
+        check_columns(batch, [DERIVED_COLUMN, *self._required_columns])
         result = asyncio.run(self._train_batch(batch, {}))
         self._version += 1
         metrics = summarize_critic(result.metric_sums, self._trainer.role)

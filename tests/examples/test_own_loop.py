@@ -466,8 +466,10 @@ def test_the_loop_of_the_page_runs_and_continues(tmp_path: Path):
     script, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
     recipe = PPO.read_text().replace("examples/", f"{Path.cwd()}/examples/")
     (tmp_path / "rl.yaml").write_text(recipe.replace("groups_per_step: 256", "groups_per_step: 8"))
+    script = script.replace("rl.yaml", f"{tmp_path}/rl.yaml")
     for before, steps in ((0, 5), (5, 6)):
-        output = run_page(script.replace("run.steps=20", f"run.steps={steps}"), tmp_path)
+        settings = f"run.steps={steps}", f"run.dir={tmp_path}", "critic.warmup_alone=0"
+        output = run_page(script.replace('"run.steps=20"', str(settings)[1:-1]), tmp_path)
         assert f"continues after step {before}\n" in output
         trained = re.findall(r"^(\d+) [\d.]+ [\d.]+$", output, re.M)
         assert trained == [str(step) for step in range(before + 1, steps + 1)]
