@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from streamrl.config.device_memory import find_gpu_shortage
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, ModelCall
-from streamrl.distributed.devices import check_device
+from streamrl.distributed.devices import check_device, find_smallest_gpu_bytes
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.engines.vllm.rank_groups import make_rank_group
+from streamrl.errors import ConfigError
 from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
@@ -85,6 +87,9 @@ class RealEngineFactory:
         with pause_gc():
             from streamrl.actors.model_engines import make_model_trainer
 
+            gpu_bytes = find_smallest_gpu_bytes()
+            if gpu_bytes and (shortage := find_gpu_shortage(config, {role: 0}, gpu_bytes)):
+                raise ConfigError(shortage)
             return make_model_trainer(config, max_length, rank, role)
 
 

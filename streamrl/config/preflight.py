@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_bytes
+from streamrl.config.device_memory import GIB, estimate_role_memory, find_gpu_shortage
 from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
 from streamrl.config.run_config import RunConfig, find_colocation_conflict
 from streamrl.data.pretrain_texts import load_texts
@@ -26,7 +27,7 @@ from streamrl.dataflow import (
     Dataflow,
     ModelCall,
 )
-from streamrl.distributed.devices import has_local_gpu
+from streamrl.distributed.devices import find_smallest_gpu_bytes, has_local_gpu
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.models.tensor_parallel_support import (
     check_generator_split,
@@ -55,7 +56,6 @@ from streamrl.rewards.reward_set import COSTS
 from streamrl.run_dir.checkpoint import check_model_dir
 from streamrl.weights.config import COLLECTIVE
 
-GIB = 1 << 30
 NUM_EXPERT_AXES = 3
 """Number of axes of a parameter that stacks the weights of all experts of a layer."""
 PROCESS_GIB = 0.4
@@ -233,6 +233,7 @@ def list_placement_options(
         problem = (
             _find_cache_problem(placed_config, demands)
             or _find_budget_problem(placed_config, on_gpu)
+            or _find_memory_problem(placed_config, prepared, on_gpu)
             or _find_serving_problem(placed_config, on_gpu)
         )
         options[mode] = problem or demands
@@ -248,6 +249,15 @@ def _find_budget_problem(config: RunConfig, on_gpu: bool) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _find_memory_problem(config: RunConfig, prepared: PreparedRun, on_gpu: bool) -> str:
+    """Return why models do not fit the GPUs, or ""; the driver's GPUs stand for the cluster's.
+
+    A driver without GPUs leaves the check to the trainers.
+    """
+    gpu_bytes = find_smallest_gpu_bytes() if on_gpu else None
+    return find_gpu_shortage(config, prepared.model_bytes, gpu_bytes) if gpu_bytes else ""
 
 
 def _find_serving_problem(config: RunConfig, on_gpu: bool) -> str:
@@ -301,6 +311,9 @@ def list_resource_demands(
         # Actors share the copy of a model that rests in host memory.
         copies = 1 / count if config.scorer.offload and is_scorer and on_gpu else not on_gpu
         copies += _receives_on_host(config, calls)
+        memory_gib = devices * PROCESS_GIB + copies * weights / GIB
+        if not is_scorer and role != GENERATE_CALL.role:
+            memory_gib += _count_host_state_bytes(config, role, on_gpu=on_gpu) / GIB
         demands.append(
             ResourceDemand(
                 calls,
@@ -309,11 +322,19 @@ def list_resource_demands(
                 count=count,
                 cpus=devices,
                 gpus=devices * (on_gpu and weights > 0),
-                memory_gib=0.0 if is_guest else devices * PROCESS_GIB + copies * weights / GIB,
+                memory_gib=0.0 if is_guest else memory_gib,
                 is_in_shared_slot=is_shared,
             )
         )
     return [*_iter_slot_demands(config, demands), *demands] if is_shared else demands
+
+
+def _count_host_state_bytes(config: RunConfig, role: str, *, on_gpu: bool) -> int:
+    """Return the bytes of a trainer rank's optimizer and gradients that are in host memory."""
+    if on_gpu and not config.get_trainer_config(role).offload_optimizer:
+        return 0
+    memory = estimate_role_memory(config, role, on_gpu=False)
+    return memory.optimizer + memory.gradients * (not on_gpu)
 
 
 def _receives_on_host(config: RunConfig, calls: Sequence[ModelCall]) -> bool:

@@ -57,6 +57,13 @@ def count_cores_per_gpu() -> int:
     return max(1, len(os.sched_getaffinity(0)) // max(1, num_gpus))
 
 
+def find_smallest_gpu_bytes() -> int | None:
+    """Return the memory of the smallest GPU that this process may use; None without a GPU."""
+    module, count = _get_gpu_module(), count_local_gpus()
+    sizes = [module.get_device_properties(index).total_memory for index in range(count)]
+    return min(sizes, default=None)
+
+
 def list_gpu_names() -> list[str]:
     return [_get_gpu_module().get_device_name(index) for index in range(count_local_gpus())]
 

@@ -1,7 +1,6 @@
 """Registry of a run's actors: creates, starts, restarts and kills them by name."""
 
 import contextlib
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -121,8 +120,8 @@ class ActorRegistry:
     def __init__(self, config: RunConfig, prepared: PreparedRun, *, on_gpu: bool) -> None:
         self._config = config
         self._on_gpu = on_gpu
-        #: Distinguishes the shared memory of this run on a machine.
-        self.token = uuid.uuid4().hex[:12]
+        #: Distinguishes the shared memory of this run on a machine; that of its transport.
+        self.token = ""
         self._demands = {
             d.calls[0].role: d for d in list_resource_demands(config, prepared, on_gpu) if d.calls
         }
@@ -149,10 +148,6 @@ class ActorRegistry:
         )
         self.actors[name] = actor
         return actor
-
-    @property
-    def demands(self) -> list[ResourceDemand]:
-        return list(self._demands.values())
 
     def create_roles(self, node: str, waiting: Callable[[str], None]) -> None:
         """Reserve devices and create the actors of all roles.

@@ -129,10 +129,15 @@ class RunSession:
             starting=self._pending_starts,
         )
 
-    def start(self, checkpoint: Checkpoint | None, status: Callable[[str], None]) -> list[str]:
+    def start(
+        self,
+        checkpoint: Checkpoint | None,
+        transport: TransportSpec,
+        status: Callable[[str], None],
+    ) -> list[str]:
         """Create all actors, wait until they are ready, publish the weights and run the stages.
 
-        checkpoint: checkpoint to resume from; None for a new run.
+        checkpoint: checkpoint to resume from; None for a new run. transport: that of the weights.
         status: receives a line about the current wait.
 
         Returns a line for each unreadable journal record. Raises the error of an actor that cannot
@@ -149,7 +154,8 @@ class RunSession:
             CoordinatorActor,
             options={"scheduling_strategy": affinity, "max_concurrency": MAX_COORDINATOR_CALLS},
         )
-        context = self._make_context(coordinator)
+        self._transport, registry.token = transport, transport.token
+        context = self._make_context(coordinator, transport)
         registry.create_roles(context.transport.node, status)
         for shard in context.shards:
             self._pending_starts.add_actor(
@@ -353,17 +359,11 @@ class RunSession:
 
             remove_run_copies(self._registry.token)
 
-    def _make_context(self, coordinator: Any) -> ActorContext:
-        """Create the shards, choose the weight transport and return the context for all actors."""
+    def _make_context(self, coordinator: Any, transport: TransportSpec) -> ActorContext:
+        """Create the shards and return the context for all actors."""
         run_dir = self._config.run_dir.absolute()
         shards = create_shards(
             self._make_shard_plans(), self._registry.create_actor, run_dir=run_dir
-        )
-        # Loads model classes, as late as possible.
-        from streamrl.actors.launch.transport_plan import plan_transport
-
-        self._transport = plan_transport(
-            self._config, self._registry.demands, token=self._registry.token
         )
         return ActorContext(
             config=self._config,
@@ -374,7 +374,7 @@ class RunSession:
             shards=tuple(shards),
             coordinator=coordinator,
             engines=self._engines,
-            transport=self._transport,
+            transport=transport,
             memory=self._memory,
         )
 

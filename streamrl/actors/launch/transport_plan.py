@@ -3,18 +3,17 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import ray
 import torch
 
 from streamrl.actors.launch.ray_cluster import get_object_store_bytes
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
+from streamrl.config.device_memory import load_role_skeleton
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.memory.training_memory import has_shared_weights
-from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.errors import ConfigError
 from streamrl.placement.resource_demand import ResourceDemand
@@ -30,8 +29,10 @@ from streamrl.weights.shared_copies import measure_shared_memory
 from streamrl.weights.transport import TransportSpec
 from streamrl.weights.transports.shared_memory import remove_stale_segments
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+SHM_REMEDY = (
+    "docker run --shm-size, or in Kubernetes an emptyDir of medium Memory, makes it larger, a"
+    " smaller placement.object_store_mb or weights.keep_versions leaves more of it"
+)
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,13 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
     num_bytes, terms = _sum_versions(counts)
     shm_size = _format_size(facts.shm_bytes)
     needed = f"needs {terms}; /dev/shm has {shm_size} for it, beside Ray's object store"
+    remedy = f"; {SHM_REMEDY}" if facts.num_nodes == 1 and num_bytes > facts.shm_bytes else ""
     if facts.num_nodes > 1:
         obstacle = f"needs one node; publisher and readers are on {facts.num_nodes}"
     else:
         obstacle = needed if num_bytes > facts.shm_bytes else ""
     if config.transport == SHARED_MEMORY and obstacle:
-        raise ConfigError(f"weights.transport={SHARED_MEMORY}: {obstacle}")
+        raise ConfigError(f"weights.transport={SHARED_MEMORY}: {obstacle}{remedy}")
     if config.transport == COLLECTIVE and facts.shares_gpus:
         raise ConfigError(
             "weights.transport=collective: NCCL needs a GPU for each process, but processes of this"
@@ -104,7 +106,7 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
         name = COLLECTIVE
         reason = f"publisher and readers have a GPU each, on {facts.num_nodes} nodes"
     elif obstacle:
-        name, reason = OBJECT_STORE, f"{TRANSPORT_LABELS[SHARED_MEMORY]} {obstacle}"
+        name, reason = OBJECT_STORE, f"{TRANSPORT_LABELS[SHARED_MEMORY]} {obstacle}{remedy}"
     else:
         name, reason = SHARED_MEMORY, f"publisher and readers are on one node; {needed}"
     note = _describe_spilling(config, facts, name)
@@ -189,6 +191,11 @@ def plan_transport(
         shares_gpus=any(demand.gpus and demand.is_in_shared_slot for demand in demands),
     )
     name, reason = choose_transport(config.weights, facts)
+    if min(store_bytes) > total_bytes:
+        size = _format_size(int(min(store_bytes)))
+        reason += (
+            f"; Ray's object store of {size} does not fit /dev/shm and is on disk: {SHM_REMEDY}"
+        )
     if config.placement.is_hybrid:
         others = f"; others: {reason.removeprefix('weights: ')}" if facts.models else ""
         reason = _describe_hybrid_transport(config, on_gpu=facts.has_gpus) + others
@@ -239,7 +246,7 @@ def _list_published_models(
         if role not in config.dataflow.followed_roles:
             continue
         trainer = config.get_trainer_config(role)
-        elements = count_trained_params(_load_role_skeleton(config, role), trainer)
+        elements = count_trained_params(load_role_skeleton(config, role), trainer)
         sizes[role] = elements * resolve_trainer_dtype(trainer).itemsize
         if role == POLICY and config.reference.every:
             keeps_ema = bool(config.reference.decay)
@@ -247,13 +254,3 @@ def _list_published_models(
     if is_hybrid:
         del sizes[POLICY]
     return tuple(PublishedModel(role, size, followers[role]) for role, size in sizes.items())
-
-
-def _load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
-    """Load a role's model without weights, to size what the trainer publishes."""
-    if role != POLICY:
-        return load_value_skeleton(config.get_model_path(role))
-    module = load_skeleton(config.get_model_path(role))
-    if config.critic.shared_coef is not None:
-        add_value_head(module, dtype=resolve_trainer_dtype(config.trainer))
-    return module

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -33,6 +34,7 @@ from streamrl.config.preflight import (
     check_worker_memory,
     compute_shard_bytes,
     list_placement_options,
+    list_resource_demands,
     prepare_run,
 )
 from streamrl.config.resume_checks import check_resume
@@ -85,6 +87,11 @@ def train(
         placed_config = with_placement_mode(config, site.placement.mode)
         memory = check_worker_memory(placed_config, on_gpu=site.has_gpus)
         shard_bytes = compute_shard_bytes(config, prepared, node_stores=get_object_store_bytes())
+        # Loads model classes.
+        from streamrl.actors.launch.transport_plan import plan_transport
+
+        demands = list_resource_demands(placed_config, prepared, site.has_gpus)
+        transport = plan_transport(placed_config, demands, token=uuid.uuid4().hex[:12])
         progress.describe("asking vLLM for the model")
         unjudged = check_served()
         INTERRUPTS.check()
@@ -119,7 +126,8 @@ def train(
                     INTERRUPTS.check()
                     sinks.show_status(WorkStatus(text))
 
-                for text in session.start(resume.checkpoint if resume else None, report_status):
+                checkpoint = resume.checkpoint if resume else None
+                for text in session.start(checkpoint, transport, report_status):
                     sinks.log_event("corrupt", {"text": text})
                 INTERRUPTS.check()
                 finish = _forward_reports(session, sinks, log, claim, recorded, summary)

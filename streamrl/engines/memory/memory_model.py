@@ -57,7 +57,8 @@ def measure_training_sizes(
     matrices = _count_elements(parameter for parameter, _ in split)
     layers = [_count_elements(layer.parameters()) for layer in iter_layers(module)]
     words = _count_elements(list_vocabulary_params(module, ranks))
-    is_split = module.get_output_embeddings() in list_vocabulary_layers(module, ranks)
+    head = module.get_output_embeddings()
+    is_split = head in list_vocabulary_layers(module, ranks)
     num_chunked = len(list(iter_tokenwise_mlps(module)))
     return TrainingSizes(
         params=params,
@@ -74,7 +75,7 @@ def measure_training_sizes(
         hidden=config.hidden_size,
         # Ranks split an MLP's columns, or the experts and so the tokens that pass through them.
         mlp_width=_find_intermediate_size(module) // ranks,
-        head_rows=config.vocab_size // (ranks if is_split else 1),
+        head_rows=config.vocab_size // (ranks if is_split else 1) if head is not None else 1,
         has_chunked_mlps=ranks == 1 and num_chunked >= config.num_hidden_layers,
         has_experts=bool(_count_token_experts(module)),
         itemsize=DTYPE_BYTES[trainer.resolve_dtype(on_gpu=on_gpu)],

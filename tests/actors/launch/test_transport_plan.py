@@ -116,7 +116,11 @@ def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
         plan_transport(config, demands_of(config), token="t")
     # A store larger than /dev/shm is outside it.
     monkeypatch.setattr(transport_plan, "get_object_store_bytes", lambda: [201.0 * MB])
-    assert plan_transport(config, demands_of(config), token="t").max_bytes == {"policy": 100 * MB}
+    plan = plan_transport(config, demands_of(config), token="t")
+    assert plan.max_bytes == {"policy": 100 * MB}
+    assert (
+        "Ray's object store of 201.0 MB does not fit /dev/shm and is on disk: docker" in plan.reason
+    )
 
 
 MODEL_32B = PublishedModel("policy", num_bytes=61 * 10**9, num_followers=4)
@@ -139,7 +143,8 @@ NEEDED = "needs 248.0 GB = 4 x 61.0 GB of policy + 4 x 1.0 GB of critic; /dev/sh
         (
             replace(ONE_NODE, shm_bytes=248 * 10**9 - 1),
             "store",
-            f"object store (shared memory {NEEDED} 248.0 GB for it, beside Ray's object store)",
+            f"object store (shared memory {NEEDED} 248.0 GB for it, beside Ray's object store;"
+            " docker run --shm-size",
         ),
         (
             TWO_NODES,
