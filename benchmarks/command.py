@@ -82,6 +82,13 @@ def run_benchmark(
     print(json.dumps(figures, indent=None if arguments.json else 1))
 
 
+def replace_table(page: str, name: str, text: str) -> str:
+    """Replace the text between the comments that name a table."""
+    before, rest = page.split(f"<!-- {name} -->\n", 1)
+    after = rest.split(f"<!-- end of {name} -->", 1)[1]
+    return f"{before}<!-- {name} -->\n{text}\n<!-- end of {name} -->{after}"
+
+
 def report_progress(text: str) -> None:
     """Print a line to stderr, with the seconds since the process started."""
     print(f"{time.perf_counter() - _STARTED:6.1f} s  {text}", file=sys.stderr, flush=True)

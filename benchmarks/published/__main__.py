@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import BenchmarkParser, run_benchmark
+from benchmarks.command import BenchmarkParser, replace_table, run_benchmark
 from benchmarks.published import flexrlhf, hybridflow, nemo, real, verl
 from benchmarks.published.rows import Row, format_table, summarize_rows
 from streamrl.planner.costs.constants import CostConstants
@@ -88,13 +88,6 @@ def format_markdown(name: str, rows: Sequence[Row]) -> str:
     )
     head = f"Constants that are not the defaults: {differences}."
     return f"{head}\n\n{rates_line}\n\n{format_table(rows)}"
-
-
-def replace_table(page: str, name: str, text: str) -> str:
-    """Replace the text between the comments that name a source."""
-    before, rest = page.split(f"<!-- {name} -->\n", 1)
-    after = rest.split(f"<!-- end of {name} -->", 1)[1]
-    return f"{before}<!-- {name} -->\n{text}\n<!-- end of {name} -->{after}"
 
 
 def diff_constants(constants: CostConstants, defaults: CostConstants) -> dict[str, float]:

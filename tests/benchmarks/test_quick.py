@@ -19,6 +19,10 @@ QUICK = {
         *("llama3-70b/64/sharded/step_s", "llama3-70b/64/pipelines/step_s"),
         "llama3-70b/64/sharded_over_pipelines",
     ),
+    "recipes": (
+        *("grpo_qwen2.5_7b_math_split/step_s", "grpo_qwen2.5_7b_math_split/tokens_per_s"),
+        *("grpo_qwen2.5_7b_math_split/gpus_idle", "grpo_qwen2.5_7b_math_split/kv_rollouts"),
+    ),
     "resharding": (
         *("ways/in_groups/seconds", "ways/point_to_point/seconds", "ways/full_gather/seconds"),
         "ways/*/over_all_gather",
