@@ -205,7 +205,8 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
     config = load_config(Path(path), [*overrides, f"pipeline.max_staleness={bound}"])
     cluster = Cluster.from_text("4xH100")
     costs, choices = make_choices(config, cluster, lengths=make_fixed_lengths(12))
-    prepared, checked = prepare_run(config), 0
+    prepared: dict[int, PreparedRun] = {}
+    checked = 0
     in_two = [sets for sets in iter_set_partitions(choices.roles) if len(sets) <= 2]
     for sets in in_two:
         for meshes in iter_allocations(cluster, len(sets)):
@@ -222,7 +223,10 @@ def test_train_accepts_every_placement_that_a_plan_may_choose(name: str, bound: 
                 else None
             )
             run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
-            assert choose_placement(run, prepared, cluster) == run.placement.mode
+            # Shadow critics load a model of their own.
+            shadows = run.critic.replicas
+            prepared[shadows] = prepared.get(shadows) or prepare_run(run)
+            assert choose_placement(run, prepared[shadows], cluster) == run.placement.mode
             check_worker_memory(run, on_gpu=True)
             checked += 1
     assert checked >= len(in_two)

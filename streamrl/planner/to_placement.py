@@ -145,15 +145,20 @@ def apply_placement(
 
 
 def _choose_hosts(config: RunConfig, placement: Placement) -> RunConfig:
-    """Return the config with shadow critics where values have devices apart from their critic."""
+    """Return the config with shadow critics where the placement has them, else without."""
+    changes: dict[str, Any] = {"replicas": 1}
+    if not _has_shadow_critics(placement):
+        changes = {"replicas": 0, "shadow": ShadowConfig()}
+    return replace(config, critic=replace(config.critic, **changes))
+
+
+def _has_shadow_critics(placement: Placement) -> bool:
+    """Return whether values have devices apart from their critic."""
     calls = placement.assignments
-    has_shadow = any(
+    return any(
         value.stage in calls and train in calls and calls[value.stage].mesh != calls[train].mesh
         for value, train in HOSTED_VALUES
     )
-    changes: dict[str, Any] = {"replicas": int(has_shadow)}
-    changes |= {} if has_shadow else {"shadow": ShadowConfig()}
-    return replace(config, critic=replace(config.critic, **changes))
 
 
 def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> RunConfig:
@@ -308,7 +313,7 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
         return replace(config, critic=critic).dataflow
 
     def find_dataflow(placement: Placement) -> Dataflow:
-        return build_dataflow(bool(_choose_hosts(config, placement).critic.replicas))
+        return build_dataflow(_has_shadow_critics(placement))
 
     def refuse(placement: Placement) -> str:
         if not {GENERATE_CALL.stage, "train"} <= placement.assignments.keys():

@@ -155,10 +155,21 @@ class AnnealingSearch:
     def _list_descent_options(
         self, state: SearchState, role: str, is_in_pair: bool
     ) -> list[CallAssignment]:
-        """List all options on a small cluster, else those on used and neighboring meshes."""
+        """List options on a small cluster's meshes, else on used and neighboring meshes.
+
+        A pair, and a role that moves, keeps its savings of memory or has none.
+        """
+        current = state.assignments[role]
+        kept = {(False, False), (current.is_offloaded, current.checkpointing)}
+
+        def list_options(mesh: Mesh) -> list[CallAssignment]:
+            options = self._choices.list_options(role, mesh)
+            return [o for o in options if (o.is_offloaded, o.checkpointing) in kept]
+
+        if self.is_small_cluster and is_in_pair:
+            return [option for mesh in self._even_meshes for option in list_options(mesh)]
         if self.is_small_cluster:
-            meshes = self._even_meshes if is_in_pair else self._meshes
-            return [option for mesh in meshes for option in self._choices.list_options(role, mesh)]
+            return [o for mesh in self._meshes for o in self._choices.list_options(role, mesh)]
         current_mesh = state.assignments[role].mesh
         other_meshes = {option.mesh for option in state.assignments.values()} | set(
             self._find_neighbors(current_mesh)
@@ -166,9 +177,7 @@ class AnnealingSearch:
         options = list(self._choices.list_options(role, current_mesh))
         for mesh in sorted(other_meshes - {current_mesh}):
             # Scheduling is slower with generation ahead, so fewer options are tried.
-            options += self._choices.list_options(role, mesh)[
-                : FASTEST_OPTIONS if state.steps_ahead else None
-            ]
+            options += list_options(mesh)[: FASTEST_OPTIONS if state.steps_ahead else None]
         return options
 
     def _list_neighbors(self, mesh: Mesh) -> list[Mesh]:

@@ -112,6 +112,8 @@ def compute_stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
 
 
 DEFAULT_PROPOSALS = 1500
+MAX_MODEL_ALLOCATIONS = 256
+"""Maximum number of allocations with models together to schedule as starts."""
 MAX_START_ALLOCATIONS = 24
 """Maximum number of allocations with separate roles to schedule as starts, lowest bounds first."""
 MAX_AHEAD_ALLOCATIONS = 12
@@ -251,7 +253,7 @@ class PlacementPlanner:
         generation takes all devices), all roles on all devices, and FlexRLHF's guideline.
         """
         placements = [
-            self.model_mapping.find_best(),
+            self.model_mapping.find_best(limit=MAX_MODEL_ALLOCATIONS),
             self.role_mapping.find_best(limit=MAX_START_ALLOCATIONS),
             self.shared_generator_mapping.find_best(limit=MAX_START_ALLOCATIONS),
         ]
