@@ -24,6 +24,8 @@ from streamrl.dataflow import (
     GENERATE_CALL,
     POLICY,
     REWARD_CALL,
+    REWARD_ROLES,
+    CallKind,
     Dataflow,
     ModelCall,
 )
@@ -309,7 +311,8 @@ def list_resource_demands(
         is_scorer = role not in (*config.dataflow.trained_roles, GENERATE_CALL.role)
         calls = prepared.dataflow.calls_by_role[role]
         # Actors share the copy of a model that rests in host memory.
-        copies = 1 / count if config.scorer.offload and is_scorer and on_gpu else not on_gpu
+        rests = config.scorer.offload and is_scorer and on_gpu
+        copies = 1 / count if rests else (not on_gpu) / _count_shards(config, calls[0])
         copies += _receives_on_host(config, calls)
         memory_gib = devices * PROCESS_GIB + copies * weights / GIB
         if not is_scorer and role != GENERATE_CALL.role:
@@ -327,6 +330,14 @@ def list_resource_demands(
             )
         )
     return [*_iter_slot_demands(config, demands), *demands] if is_shared else demands
+
+
+def _count_shards(config: RunConfig, call: ModelCall) -> int:
+    """Return over how many ranks the model of a call is sharded."""
+    if call.kind is CallKind.GENERATE or call.role in REWARD_ROLES:
+        return 1
+    ranks = config.get_ranks_config(call)
+    return ranks.world_size if ranks.has_sharded_params else 1
 
 
 def _count_host_state_bytes(config: RunConfig, role: str, *, on_gpu: bool) -> int:

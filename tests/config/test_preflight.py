@@ -132,6 +132,20 @@ def test_demanded_memory_of_a_critic_is_that_of_its_own_model(tmp_path: Path):
     assert memory_gib["value"] < memory_gib["critic"] < memory_gib["trainer"]
 
 
+def test_ranks_that_share_a_model_demand_memory_for_a_part_each(tmp_path: Path):
+    recipe = write_toy(tmp_path) / "recipe.yaml"
+
+    def demand(*settings: str) -> tuple[int, float]:
+        config = load_config(recipe, ["algorithm.kl_coef=0.1", *settings])
+        demands = list_resource_demands(config, prepare_run(config), on_gpu=False)
+        (found,) = (demand for demand in demands if demand.role == "reference")
+        return found.count, found.memory_gib - PROCESS_GIB
+
+    count, whole_gib = demand()
+    assert (count, demand("reference.world_size=2")) == (1, (2, pytest.approx(whole_gib / 2)))
+    assert demand("reference={world_size: 2, replicas: 2}")[0] == 4
+
+
 @pytest.mark.parametrize("mode", ["auto", "shadow"])
 def test_a_generator_on_a_shared_gpu_needs_a_kv_cache_limit(run: ToyRun, mode: str):
     config = replace(run[0], placement=replace(run[0].placement, mode=mode))
