@@ -76,6 +76,8 @@ def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, st
         # 1000 groups: eight parts of 125 are too small.
         (workload(1000), 0, 4),
         (workload(200), 0, 1),
+        # Eight updates: of eight parts each would have 16 groups.
+        (replace(workload(1024), mini_batches=8), 0, 4),
         # On policy each filtered group is replaced in turn: no part has as long a chain.
         (replace(workload(2048), filtered_fraction=0.5), 0, 1),
         (replace(workload(2048), filtered_fraction=0.5), 1, 8),
