@@ -48,7 +48,7 @@ from streamrl.engines.vllm.engine import (
     shut_down_engine,
 )
 from streamrl.engines.vllm.environment import make_vllm_env
-from streamrl.engines.vllm.weight_loader import keep_plain_linears
+from streamrl.engines.vllm.plain_layers import keep_plain_linears
 from streamrl.messages import Prompt, make_rollout_seeds
 
 Result = TypeVar("Result")

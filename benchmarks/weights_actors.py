@@ -16,6 +16,7 @@ from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.requests import EngineSpec
+from streamrl.engines.vllm.weight_loader import WorkerWeightLoader
 from streamrl.errors import GenerationError
 from streamrl.weights import TransportReader, TransportWriter, WeightManifest, WeightsConfig
 from streamrl.weights.buckets import publish_version, unpack_tensors
@@ -88,13 +89,23 @@ class BenchmarkPublisher:
 class BenchmarkGenerator:
     """Actor with an engine that loads versions, idle or while it samples rollouts."""
 
-    async def start(self, name: str, model_path: str) -> None:
+    async def start(self, name: str, model_path: str, tensor_parallel: int = 1) -> None:
         self._name = name
         self._inlet: TransportReader | None = None
         self._decoding: asyncio.Task[None] | None = None
         self._step_s = record_call_times("step_engine")
-        config = GeneratorConfig(max_concurrent_rollouts=16, max_new_tokens=128)
-        self._engine = await GenerationEngine.start(EngineSpec(model_path, config, MAX_LENGTH))
+        config = GeneratorConfig(
+            tensor_parallel=tensor_parallel, max_concurrent_rollouts=16, max_new_tokens=128
+        )
+        spec = EngineSpec(model_path, config, MAX_LENGTH, starts_empty=True)
+        self._engine = await GenerationEngine.start(spec)
+
+    def count_rank_bytes(self) -> dict[str, list[int]]:
+        """Return the bytes of a version that each rank has read, and those of the plan."""
+        loader = self._engine._thread._weight_loader
+        assert isinstance(loader, WorkerWeightLoader)
+        planned = loader.plan.count_received_bytes()
+        return {"rank_bytes": [*loader.rank_bytes], "planned_bytes": [*planned.values()]}
 
     async def set_transport(self, transport: str) -> None:
         """Read through this transport from now on."""

@@ -13,8 +13,10 @@ from streamrl.data.chat_template import load_tokenizer
 from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, ModelCall
 from streamrl.distributed.devices import check_device, find_smallest_gpu_bytes
 from streamrl.engines.memory.gc_paused import pause_gc
+from streamrl.engines.vllm.model_registry import is_held_as_stored
 from streamrl.engines.vllm.rank_groups import make_rank_group
 from streamrl.errors import ConfigError
+from streamrl.files.hf_config import read_model_config
 from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
@@ -100,13 +102,16 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
     size = config.generator.tensor_parallel
     is_shared = config.placement.is_hybrid and size > 1
     rank_group = make_rank_group(replica, config.trainer, size) if is_shared else None
+    path, is_owner = config.model.path, not config.placement.is_hybrid
     return EngineSpec(
-        config.model.path,
+        path,
         config.generator,
         seed=config.run.seed + (rank_group.leader_rank if rank_group else replica),
         max_length=max_length,
         should_keep_kv=config.weights.kv == "keep",
         rank_group=rank_group,
+        # In a trainer's process, resharding writes into parameters that the directory has verified.
+        starts_empty=is_owner and is_held_as_stored(read_model_config(path)),
         group_size=config.algorithm.group_size,
         run_seed=config.run.seed,
     )

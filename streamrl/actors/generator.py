@@ -169,12 +169,13 @@ class GeneratorActor(ReplicaActor):
         return "" if self._driver is None else self._driver.meter.describe_waits()
 
     async def ping(self) -> ProcessLocation:
-        """Reply once the engine replies between two decode steps.
+        """Reply once the engine replies between two decode steps, or while it loads weights.
 
-        So a hung engine makes the actor silent, although the event loop still runs.
+        So a hung engine makes the actor silent, although the event loop still runs. A load has a
+        deadline of its own.
         """
         if self._generator is not None:
-            await self._generator.collect_partial_rollouts()
+            await self._generator.wait_until_responsive()
         return ProcessLocation.from_this_process()
 
     async def collect_report(self) -> ActorReport:

@@ -269,7 +269,8 @@ def _find_serving_problem(config: RunConfig, on_gpu: bool) -> str:
         architectures = read_model_config(path).architectures or ()
         if why := explain_unshareable_process(architectures, mode=placement.mode, on_gpu=on_gpu):
             return why
-    return explain_unloadable_split(ranks, has_experts=has_experts(path), on_gpu=on_gpu)
+        return explain_unloadable_split(ranks, has_experts=has_experts(path), on_gpu=on_gpu)
+    return ""
 
 
 def _find_cache_problem(config: RunConfig, demands: Sequence[ResourceDemand]) -> str:

@@ -35,6 +35,10 @@ class ShardStorage:
             for box, view in pieces:
                 yield tensor, box, view
 
+    def list_boxes(self) -> dict[str, list[TensorBox]]:
+        """Return the stored boxes of each tensor, sorted."""
+        return {name: sorted(box for box, _ in pieces) for name, pieces in self._views.items()}
+
     def get_pieces(self, tensor: str) -> Sequence[tuple[TensorBox, torch.Tensor]]:
         """Return the stored pieces of a tensor, (box, view) each; empty if none is stored."""
         return self._views.get(tensor, ())

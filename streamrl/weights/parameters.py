@@ -168,8 +168,11 @@ class MergedWeights(Mapping[str, Tensor]):
         stored: Mapping[str, Tensor],
         adapters: Mapping[str, LoraAdapter],
         device: torch.device,
+        published: Mapping[str, Tensor],
     ) -> None:
         self._stored = stored
+        #: Tensors from which all parameters were built.
+        self.published = published
         self._adapters = adapters
         self._device = device
 
@@ -220,7 +223,8 @@ def build_full_weights(
         if name not in full or not adapter.fits_weight(full[name]):
             shapes = f"A {tuple(adapter.lora_a.shape)} and B {tuple(adapter.lora_b.shape)}"
             raise WeightsError(f"adapter of {name}: {shapes} fit no weight of the model")
-    return MergedWeights(full, adapters, device)
+    tensors = {name: as_tensor(value) for name, value in published.items()}
+    return MergedWeights(full, adapters, device, tensors)
 
 
 def _drop_unknown(stored: Mapping[str, Tensor], parameters: ParameterSet) -> dict[str, Tensor]:

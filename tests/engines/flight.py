@@ -109,9 +109,12 @@ def sampled_versions(rollouts: Sequence[Rollout]) -> list[list[int]]:
 
 @asynccontextmanager
 async def start_engine(
-    folder: str, config: GeneratorConfig, *, seed: int = 0, device: str = "cpu"
+    folder: str, config: GeneratorConfig, *, seed: int = 0, device: str = "cpu", **settings: Any
 ) -> AsyncIterator[GenerationEngine]:
-    """Start an engine of a model directory in vLLM's environment; close it at the end."""
+    """Start an engine of a model directory in vLLM's environment; close it at the end.
+
+    `settings` are those of its EngineSpec.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in make_vllm_env(device).items():
             patch.setenv(name, value)
@@ -119,7 +122,9 @@ async def start_engine(
 
         # vLLM would start a Python that imports it again to look at each class of models.
         patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
-        engine = await GenerationEngine.start(EngineSpec(folder, config, MAX_LENGTH, seed))
+        engine = await GenerationEngine.start(
+            EngineSpec(folder, config, MAX_LENGTH, seed, **settings)
+        )
         try:
             yield engine
         finally:

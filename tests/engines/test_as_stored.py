@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from streamrl.engines.models.forward import load_model
 from streamrl.engines.models.supported_models import check_model_support
-from streamrl.engines.vllm.weight_loader import iter_stored_tensors
+from streamrl.engines.vllm.rank_loader import iter_stored_tensors
 from tests.engines.models.test_supported_models import FILE, write
 
 

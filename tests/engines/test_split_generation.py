@@ -3,7 +3,8 @@
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Coroutine
+import re
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,13 +14,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from streamrl.engines.generation.generation_engine import ProgressWatch
+from streamrl.engines.generation.generation_engine import GenerationEngine, ProgressWatch
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.errors import StreamError
+from streamrl.engines.vllm import weight_loader
+from streamrl.engines.vllm.local_pieces import make_storage
+from streamrl.errors import LogprobCheckError, StreamError
 from tests import forked
 from tests.engines.flight import SHORT, start_engine
-from tests.engines.tiny_qwen import save, tiny_model, weights_of, worst_error
+from tests.engines.tiny_families import make_model as make_family
+from tests.engines.tiny_qwen import fill, save, tiny_model, weights_of, worst_error
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -77,9 +82,100 @@ def list_shared_files() -> set[Path]:
     return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
 
 
-async def test_every_version_reaches_every_rank(tmp_path: Path):
-    models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
-    async with start_engine(save(models[0], tmp_path, ends=False), CONFIG) as engine:
+def make_dense(seed: int) -> PreTrainedModel:
+    return tiny_model(tied=True, seed=seed)
+
+
+def make_mixture(seed: int) -> PreTrainedModel:
+    model = make_family("qwen3_moe")
+    fill(model, seed=seed)
+    return model.eval()
+
+
+MODELS = {"dense": make_dense, "mixture": make_mixture}
+REPLICATED = re.compile(r"norm|mlp\.gate\.")
+
+
+def count_rank_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a rank of two: half of what vLLM splits, and the rest whole."""
+    sole_head = r"|[kv]_proj" * (model.config.num_key_value_heads == 1)
+    replicated = re.compile(REPLICATED.pattern + sole_head)
+    return sum(
+        w.nbytes // (1 if replicated.search(name) else 2) for name, w in weights_of(model).items()
+    )
+
+
+async def call_ranks(engine: GenerationEngine, function: Callable[..., None], *args: Any) -> None:
+    await engine._thread._submit(lambda vllm: vllm.collective_rpc(function, args=args))
+
+
+NOTHING, HALF, WRONG_SLICE, ELSEWHERE = "nothing", "half", "wrong slice", "elsewhere"
+DAMAGED = ("down_proj", "routed_experts", "experts")
+
+
+def damage_rank(worker: Any, fault: str) -> None:
+    """Make the next load of rank 1 wrong: the first load of a new loader, without old values."""
+    loader, model = worker.streamrl_loader, worker.get_model()
+    load = type(model).load_weights
+
+    def load_damaged(damaged: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        modules = [m for name, m in damaged.named_modules() if name.endswith(DAMAGED)]
+        owners = [
+            *(m.moe_config.moe_parallel_config for m in modules if hasattr(m, "moe_config")),
+            *(module for module in modules if "tp_rank" in vars(module)),
+            *(p for module in modules for p in module.parameters() if hasattr(p, "tp_rank")),
+        ]
+        for owner in owners:
+            owner.tp_rank = 0 if fault == WRONG_SLICE else 1
+        if fault in (NOTHING, HALF):
+            weights = list(weights)[::2] if fault == HALF else []
+        type(damaged).load_weights = load
+        loaded: set[str] = load(damaged, weights)
+        return loaded
+
+    if worker.rank == 1:
+        type(model).load_weights = load_damaged
+    weight_loader.start_worker_loader(worker, loader.parameters, loader.model_path, False)
+
+
+def miss_parameters(worker: Any) -> None:
+    """Make rank 1 copy the next version to other memory than the model's."""
+    loader = worker.streamrl_loader.rank_loader
+    if worker.rank == 1:
+        pieces = [(name, box, view.clone()) for name, box, view in loader._storage]
+        loader._storage = make_storage(pieces, loader._parameters)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_a_wrong_load_is_refused_naming_the_rank(tmp_path: Path, kind: str):
+    models = [MODELS[kind](seed) for seed in range(5)]
+    folder = save(models[0], tmp_path, ends=False)
+    async with start_engine(folder, CONFIG, starts_empty=True) as engine:
+        for version, fault in enumerate((NOTHING, HALF, WRONG_SLICE)):
+            await call_ranks(engine, damage_rank, fault)
+            loaded = await engine.load_weights(weights_of(models[version]), version)
+            with pytest.raises(LogprobCheckError, match="differ from the published") as error:
+                loaded.verification.raise_on_difference(fault)
+            assert "of rank 1" in str(error.value), fault
+            assert "of rank 0" not in str(error.value), fault
+        await call_ranks(engine, damage_rank, "")
+        loaded = await engine.load_weights(weights_of(models[3]), 3)
+        loaded.verification.raise_on_difference("no fault")
+        assert loaded.verification.num_compared
+        rollouts = await engine.generate(SHORT, seeds=range(4))
+        assert worst_error(rollouts, dict(enumerate(models))) < 1e-4
+        if kind == "dense":  # copied by the plan, without vLLM's loader
+            await call_ranks(engine, miss_parameters)
+            loaded = await engine.load_weights(weights_of(models[4]), 4)
+            assert {n.rpartition(" ")[2] for n in loaded.verification.differing_names} == {"1"}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("starts_empty", [True, False])
+async def test_every_version_reaches_every_rank(tmp_path: Path, kind: str, starts_empty: bool):
+    models = {version: MODELS[kind](version) for version in range(3)}
+    folder = save(models[0], tmp_path, ends=False)
+    async with start_engine(folder, CONFIG, starts_empty=starts_empty) as engine:
         assert len(list_ranks()) == 2
         shared = list_shared_files()
         # vLLM's builds for CPUs without AVX-512 have no collectives over shared memory.
@@ -95,7 +191,11 @@ async def test_every_version_reaches_every_rank(tmp_path: Path):
                 await asyncio.sleep(0.01)
             weights = weights_of(models[version])
             loaded = await engine.load_weights(weights, version)
-            assert loaded.copied_bytes >= sum(w.nbytes for w in weights.values())
+            assert loaded.verification.num_compared and not loaded.verification.differing_names
+            loader: Any = engine._thread._weight_loader
+            num_bytes = count_rank_bytes(models[version])
+            assert loader.rank_bytes == [num_bytes] * 2
+            assert loader.plan.count_received_bytes() == {0: num_bytes, 1: num_bytes}
             rollouts = await running
             sampled_by = {int(v) for r in rollouts for v in r.policy_version[r.loss_mask]}
             assert sampled_by == {version - 1, version}

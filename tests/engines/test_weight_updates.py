@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm import weight_loader
+from streamrl.engines.vllm import plain_layers
 from streamrl.messages import Rollout
 from tests.engines.flight import start_engine
 from tests.engines.tiny_qwen import (
@@ -81,9 +81,11 @@ async def check_each_group(engine: GenerationEngine, base: PreTrainedModel) -> N
     assert worst_error(rollouts, models) < 1e-3
 
 
-async def test_each_group_of_parameters_is_loaded(tmp_path: Path):
+@pytest.mark.parametrize("starts_empty", [False, True])
+async def test_each_group_of_parameters_is_loaded(tmp_path: Path, starts_empty: bool):
     base = tiny_model(tied=True, seed=1)
-    async with start_engine(save(base, tmp_path, ends=False), CONFIG) as engine:
+    folder = save(base, tmp_path, ends=False)
+    async with start_engine(folder, CONFIG, starts_empty=starts_empty) as engine:
         await check_each_group(engine, base)
 
 
@@ -91,7 +93,7 @@ async def test_each_group_of_parameters_is_loaded(tmp_path: Path):
 async def test_large_layers_use_onednn_and_bfloat16_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(weight_loader, "MIN_ONEDNN_ELEMENTS", 1)
+    monkeypatch.setattr(plain_layers, "MIN_ONEDNN_ELEMENTS", 1)
     base = tiny_model(tied=True, seed=1)
     folder = save(base, tmp_path, ends=False)
     async with start_engine(folder, CONFIG) as engine:

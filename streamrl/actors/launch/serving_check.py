@@ -14,18 +14,13 @@ from streamrl.actors.launch.fork_server import GENERATOR_LEVEL, start_script
 from streamrl.config.run_config import RunConfig
 from streamrl.distributed.devices import has_local_gpu
 from streamrl.engines.vllm.environment import make_vllm_env
+from streamrl.engines.vllm.model_registry import AS_STORED_FAMILIES
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
 
 PROBE = str(Path(__file__).with_name("serving_probe.py"))
 """Script that is only run: its imports are slow."""
-PROVEN_FAMILIES = frozenset(
-    (
-        *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2"),
-        *("olmo3", "smollm3", "granite", "opt", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe"),
-        *("granitemoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss"),
-    )
-)
+PROVEN_FAMILIES = AS_STORED_FAMILIES | {"deepseek_v2", "deepseek_v3"}
 """Families of docs/models.md that vLLM serves on a CPU without a trial: all but those with state,
 and GPT-2, of whose settings vLLM's class refuses some."""
 

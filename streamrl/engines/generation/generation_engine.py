@@ -52,6 +52,7 @@ from streamrl.messages import (
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
 from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_weights
+from streamrl.weights.transport import estimate_send_s
 
 
 def make_empty_rollout(prompt_ids: Array) -> Rollout:
@@ -228,6 +229,7 @@ class GenerationEngine:
         self._pause_state = PauseState()
         self._request_ids = itertools.count(1)
         self._newest_version = -1
+        self._load_begun = asyncio.Event()
 
     @classmethod
     async def start(cls, spec: EngineSpec) -> "GenerationEngine":
@@ -388,6 +390,21 @@ class GenerationEngine:
             if any(rollout.loss_mask.any() for rollout in rollouts)
         }
 
+    async def wait_until_responsive(self) -> None:
+        """Wait for a reply of the engine between two steps, or for a load of weights to run.
+
+        Raises GenerationError if the engine dies or finishes no step within `request_timeout_s`.
+        """
+        loading = asyncio.create_task(self._load_begun.wait())
+        reply = asyncio.create_task(self.collect_partial_rollouts())
+        try:
+            done, _ = await asyncio.wait({loading, reply}, return_when=asyncio.FIRST_COMPLETED)
+            if reply in done:
+                await reply
+        finally:
+            loading.cancel()
+            reply.cancel()
+
     async def compute_logprobs(self, sequences: Sequence[Array]) -> list[Array]:
         """Compute the logprobs of all tokens of sequences, int32 [T] each, with the served weights.
 
@@ -436,11 +453,15 @@ class GenerationEngine:
 
         Raises WeightsError and leaves the engine alive if the version is not newer than the last,
         or if a parameter is missing, unknown or of another shape. Ends the engine and raises
-        WeightsError if vLLM fails half-way, and GenerationError after `request_timeout_s`.
+        WeightsError if vLLM fails half-way, and GenerationError after `request_timeout_s` and the
+        time of the bytes at the slowest supported rate.
         """
         self._thread.check_alive()
         full = await _build_weights(tensors, self._model_info.parameters, self._spec.model_path)
-        return await self._apply_version(version, partial(self._thread.swap_weights, full))
+        num_bytes = sum(value.nbytes for value in tensors.values())
+        return await self._apply_version(
+            version, partial(self._thread.swap_weights, full), estimate_send_s(num_bytes)
+        )
 
     async def get_storage(self) -> ShardStorage | None:
         """Return views of vLLM's parameters, for resharding to write into while paused.
@@ -498,9 +519,15 @@ class GenerationEngine:
             await self._thread.exited.wait()
 
     async def _apply_version(
-        self, version: int, load: Callable[[int], asyncio.Future[WeightLoadStats]]
+        self,
+        version: int,
+        load: Callable[[int], asyncio.Future[WeightLoadStats]],
+        transfer_s: float = 0.0,
     ) -> WeightLoadStats:
-        """Have the engine's thread load a version, unless it is old; bound the wait."""
+        """Have the engine's thread load a version, unless it is old; bound the wait.
+
+        transfer_s: time of its bytes, which the wait has besides `request_timeout_s`.
+        """
         self._thread.check_alive()
         if version <= self._newest_version:
             raise WeightsError(f"version {version} came after version {self._newest_version}")
@@ -514,7 +541,11 @@ class GenerationEngine:
             except GenerationError as error:
                 raise WeightsError(f"{operation}: {error}") from error
 
-        return await self._await_reply(wait_until_loaded(), operation)
+        self._load_begun.set()
+        try:
+            return await self._await_reply(wait_until_loaded(), operation, transfer_s)
+        finally:
+            self._load_begun.clear()
 
     async def _run_request(self, request: SamplingRequest, results: RequestInFlight) -> None:
         """Send a request to the engine's thread and wait until all its rollouts are finished.
@@ -552,9 +583,14 @@ class GenerationEngine:
             done.cancel()
             self._drop_request(request.request_id)
 
-    async def _await_reply(self, reply: Awaitable[Reply], operation: str) -> Reply:
-        """Await a reply of the engine's thread; end the engine after `request_timeout_s`."""
-        timeout_s = self._spec.config.request_timeout_s
+    async def _await_reply(
+        self, reply: Awaitable[Reply], operation: str, transfer_s: float = 0.0
+    ) -> Reply:
+        """Await a reply of the engine's thread; end the engine after `request_timeout_s`.
+
+        transfer_s: time that is added for bytes to move.
+        """
+        timeout_s = self._spec.config.request_timeout_s + transfer_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply

@@ -168,12 +168,12 @@ def find_family_config(family: str) -> "type[PreTrainedConfig] | None":
 
 
 def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:
-    """Explain why vLLM cannot load new weights into a model split over `ranks`; "" if it can."""
+    """Explain why a model split over `ranks` of a trainer cannot take new weights; "" if it can."""
     if on_gpu or ranks == 1 or not has_experts:
         return ""
     return (
-        f"generator.tensor_parallel={ranks}: on a CPU vLLM cannot load new weights of a mixture"
-        " of experts that is split; use 1"
+        f"generator.tensor_parallel={ranks}: on a CPU the trainer's processes cannot load new"
+        " weights of a split mixture of experts; use 1, or placement.mode=disaggregated"
     )
 
 

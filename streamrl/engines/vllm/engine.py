@@ -43,6 +43,7 @@ from streamrl.engines.memory.peak_memory import release_freed_memory
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.vllm.executor import make_rank_group_args
 from streamrl.engines.vllm.load_check import LoadWarningHandler
+from streamrl.engines.vllm.plain_layers import keep_plain_linears
 from streamrl.engines.vllm.requests import (
     EngineSpec,
     ModelInfo,
@@ -58,7 +59,6 @@ from streamrl.engines.vllm.weight_loader import (
     WorkerWeightLoader,
     end_workers_with_engine,
     has_lost_rank,
-    keep_plain_linears,
     unlink_shared_memory,
 )
 from streamrl.errors import ConfigError, GenerationError
@@ -144,6 +144,10 @@ def _make_engine_args(spec: EngineSpec) -> Any:
         max_length=spec.max_length,
         on_cpu=on_cpu,
     )
+    if spec.starts_empty:
+        arguments["load_format"] = "dummy"
+    if on_cpu and spec.config.tensor_parallel > 1:
+        arguments["worker_cls"] = "streamrl.engines.vllm.plain_worker.PlainCpuWorker"
     if spec.rank_group is not None:
         arguments |= make_rank_group_args(spec.rank_group, spec.config.request_timeout_s)
     engine_args = EngineArgs(**arguments)
@@ -164,9 +168,8 @@ def make_weight_loader(
     if spec.rank_group is not None:
         worker = engine.model_executor.driver_worker.worker
         return PartialWeightLoader(worker, parameters, spec.model_path, spec.rank_group)
-    if spec.config.tensor_parallel > 1:
-        return WorkerWeightLoader(engine, parameters, spec.model_path)
-    return WeightLoader(engine, parameters, spec.model_path)
+    make = WorkerWeightLoader if spec.config.tensor_parallel > 1 else WeightLoader
+    return make(engine, parameters, spec.model_path, is_loaded=not spec.starts_empty)
 
 
 BYTES_PER_CHARACTER = 4

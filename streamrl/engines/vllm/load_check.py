@@ -5,8 +5,8 @@ compared. Two sums survive all of that: the sum of the values and the sum of the
 example, the sums of vLLM's qkv_proj.weight equal those of q_proj, k_proj and v_proj added up,
 whatever the order of rows. The check compares these fingerprints layer by layer.
 
-Some layers change values while loading. To find them, the constructor compares the model directory
-with the model that vLLM has just read from it, and excludes layers that differ.
+Some layers change values while loading. To find them, `exclude_changed` compares the model
+directory with the model that vLLM has just read from it, and excludes layers that differ.
 """
 
 import logging
@@ -49,14 +49,18 @@ class TensorFingerprint:
     sum_squares: float
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor, dtype: torch.dtype) -> "TensorFingerprint":
-        """Compute the fingerprint of a tensor after rounding its values to `dtype`."""
-        total = squares = 0.0
+    def from_tensor(
+        cls, tensor: Tensor, dtype: torch.dtype, device: torch.device | None = None
+    ) -> "TensorFingerprint":
+        """Compute the fingerprint of a tensor after rounding its values to `dtype`.
+
+        The sums are computed on `device`, by default the tensor's.
+        """
+        sums = torch.zeros(2, dtype=torch.float64, device=device or tensor.device)
         for chunk in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
-            values = chunk.to(dtype).double()
-            total += values.sum().item()
-            squares += values.dot(values).item()
-        return cls(tensor.numel(), total, squares)
+            values = chunk.to(sums.device).to(dtype).double()
+            sums += torch.stack([values.sum(), values.dot(values)])
+        return cls(tensor.numel(), *sums.tolist())
 
     @classmethod
     def from_fingerprints(cls, prints: Iterable["TensorFingerprint"]) -> "TensorFingerprint":
@@ -88,28 +92,30 @@ FingerprintsByDtype = Mapping[torch.dtype, TensorFingerprint]
 class LoadCheck:
     """Compares fingerprints of an engine's model and of published parameters, layer by layer."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        stored: Mapping[str, Tensor],
-        merged: Mapping[str, Sequence[str]],
-    ) -> None:
-        """Find the parameters that can be compared.
-
-        vLLM must just have read `stored`. `merged` maps its modules to those that they fuse.
-        """
+    def __init__(self, model: torch.nn.Module, merged: Mapping[str, Sequence[str]]) -> None:
+        """Compare all parameters of a model. `merged` maps its modules to those that they fuse."""
         self._model = model
         self._merged_modules = merged
-        self._dtypes = {parameter.dtype for parameter in model.parameters()}
+        self.dtypes = {parameter.dtype for parameter in model.parameters()}
+        self._device = next((parameter.device for parameter in model.parameters()), None)
         self._unchecked_names: set[str] = set()
-        prints = {name: self.make_fingerprints(tensor) for name, tensor in stored.items()}
+
+    def exclude_changed(self, prints: Mapping[str, FingerprintsByDtype]) -> None:
+        """Leave out layers that vLLM changes while loading.
+
+        vLLM must just have read the tensors of these fingerprints.
+        """
         for published, unmatched in self._find_differences(prints):
             # Exclude the differing layer. If `unmatched` is empty, the published tensors have no
             # counterpart in the model at all; do not exclude those.
             self._unchecked_names |= {*published, *unmatched} if unmatched else set()
 
     def make_fingerprints(self, tensor: Tensor) -> FingerprintsByDtype:
-        return {dtype: TensorFingerprint.from_tensor(tensor, dtype) for dtype in self._dtypes}
+        """Return the sums of a tensor, computed on the device of the model."""
+        return {
+            dtype: TensorFingerprint.from_tensor(tensor, dtype, self._device)
+            for dtype in self.dtypes
+        }
 
     def compare_loaded(self, published: Mapping[str, FingerprintsByDtype]) -> LoadVerification:
         differing = [name for names, _ in self._find_differences(published) for name in names]

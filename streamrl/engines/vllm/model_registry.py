@@ -5,6 +5,17 @@ import importlib.util
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+AS_STORED_FAMILIES = frozenset(
+    (
+        *("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2"),
+        *("olmo3", "smollm3", "granite", "opt", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe"),
+        *("granitemoe", "glm4_moe", "gpt_oss"),
+    )
+)
+"""Families whose stored values vLLM holds unchanged, in whatever order. An engine of another family
+must read the model directory, to find which layers cannot be compared with published versions."""
 
 REGISTRY_ENTRY = re.compile(r'"(\w+)": \(\s*"(\w+)",\s*"\w+",?\s*\)')
 
@@ -30,6 +41,12 @@ def is_served_by_transformers(architectures: Iterable[str]) -> bool:
     if not modules:
         return False
     return all(modules.get(name, "transformers") == "transformers" for name in architectures)
+
+
+def is_held_as_stored(config: Any) -> bool:
+    """Return whether vLLM holds a model's stored values unchanged; `config` is its config.json."""
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    return config.get_text_config().model_type in AS_STORED_FAMILIES and not is_quantized
 
 
 def explain_unshareable_process(architectures: Iterable[str], *, mode: str, on_gpu: bool) -> str:

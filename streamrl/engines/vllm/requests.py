@@ -21,7 +21,8 @@ class EngineSpec:
 
     `max_length` bounds prompt plus completion, in tokens. A weight load recomputes the KV cache of
     running rollouts, unless `should_keep_kv`. `rank_group` places a tensor-parallel engine on
-    existing trainer ranks; without it, vLLM starts its own processes. `seed` seeds vLLM itself; the
+    existing trainer ranks; without it, vLLM starts its own processes. With `starts_empty` the model
+    directory's weights are not read: the first version has them. `seed` seeds vLLM itself; the
     seeds of a group's `group_size` rollouts derive from `run_seed`.
     """
 
@@ -31,6 +32,7 @@ class EngineSpec:
     seed: int = 0
     should_keep_kv: bool = False
     rank_group: RankGroup | None = None
+    starts_empty: bool = False
     group_size: int = 1
     run_seed: int = 0
 

@@ -346,10 +346,19 @@ MAX_SEND_WAIT_S = 60.0
 """Longest wait of a version for the broadcast of the last one, which is then aborted. Meanwhile
 other ranks of the trainer may wait in a collective, for `trainer.collective_timeout_s` at most.
 """
+READY_BYTES_PER_S = 1e9
+"""Slowest rate at which a member finishes its load of the last version before it joins again."""
+CONNECT_S_PER_MEMBER = 0.25
+"""Time for each member to connect, beyond the share of the timeout."""
 ABORT_S = 5.0
 """Time for the thread that sends a broadcast to notice that it is aborted."""
 NUM_KEPT_VERSIONS = 2
 """Versions whose keys stay in the TCPStore; a late reader looks up the last version."""
+
+
+def estimate_join_s(num_bytes: int, num_members: int) -> float:
+    """Return the seconds beyond a timeout in which members of a broadcast get ready and connect."""
+    return num_bytes / READY_BYTES_PER_S + num_members * CONNECT_S_PER_MEMBER
 
 
 @dataclass(frozen=True)
@@ -465,10 +474,13 @@ class CollectiveWriter(TransportWriter):
         self._committed_version = manifest.version
         self.send_failure = None
         self._abort_reason = ""
-        self._send_deadline = SharedDeadline(self._timeout_s + estimate_send_s(manifest.num_bytes))
+        join_s = estimate_join_s(manifest.num_bytes, len(self._epoch.members))
+        self._send_deadline = SharedDeadline(
+            self._timeout_s + join_s + estimate_send_s(manifest.num_bytes)
+        )
         if self._epoch.members:
             self._pending_send = self._send_executor.submit(
-                self._send_version, manifest.version, buckets
+                self._send_version, manifest.version, buckets, join_s
             )
 
     def close(self) -> None:
@@ -480,12 +492,12 @@ class CollectiveWriter(TransportWriter):
             self._group = None
             self._fallback.close()
 
-    def _send_version(self, version: int, buckets: Sequence[Array]) -> None:
+    def _send_version(self, version: int, buckets: Sequence[Array], join_s: float) -> None:
         """Wait for the members and broadcast the version; store an error in `send_failure`."""
         epoch, whole = self._epoch, self._send_deadline
         try:
             has_group = self._group is not None
-            member_deadline = SharedDeadline(self._timeout_s * MEMBER_WAIT_FRACTION)
+            member_deadline = SharedDeadline(self._timeout_s * MEMBER_WAIT_FRACTION + join_s)
             absent = gather_members(
                 self._store, epoch, version, has_group=has_group, deadline=member_deadline
             )
@@ -495,7 +507,8 @@ class CollectiveWriter(TransportWriter):
                 for name in absent:
                     self._store.delete_key(_make_return_key(name))
                 raise WeightsError(f"timed out waiting for {', '.join(absent)}")
-            deadline = SharedDeadline(self._timeout_s * (1 - MEMBER_WAIT_FRACTION), whole)
+            connect_s = self._timeout_s * (1 - MEMBER_WAIT_FRACTION) + join_s
+            deadline = SharedDeadline(connect_s, whole)
             if self._group is None:
                 self._group = BroadcastGroup(
                     self._store, epoch, PUBLISHER_RANK, self._device, deadline
@@ -573,8 +586,9 @@ class CollectiveReader(TransportReader):
         self.bytes_fetched += manifest.num_bytes
         if not manifest.handles:
             return []
-        deadline = SharedDeadline(self._timeout_s + estimate_send_s(manifest.num_bytes))
         epoch = manifest.handles[0].epoch
+        join_s = estimate_join_s(manifest.num_bytes, len(epoch.members))
+        deadline = SharedDeadline(self._timeout_s + join_s + estimate_send_s(manifest.num_bytes))
         try:
             store = self._join_store(epoch, deadline)
             if not self._is_new_member(epoch):
@@ -634,7 +648,8 @@ class CollectiveReader(TransportReader):
         # Kept until the next version if the broadcast fails, which may go on writing to them.
         arrays = self._receive_buffers = []
         announce_member(store, epoch, version, self._name, has_group=self._group is not None)
-        connect_deadline = SharedDeadline(self._timeout_s, deadline)
+        join_s = estimate_join_s(manifest.num_bytes, len(epoch.members))
+        connect_deadline = SharedDeadline(self._timeout_s + join_s, deadline)
         wait_for_go_ahead(store, epoch, version, connect_deadline)
         if self._group is None:
             rank = epoch.members.index(self._name) + 1

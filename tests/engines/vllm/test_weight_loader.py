@@ -8,26 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.engines.vllm.weight_loader import (
-    BoundParameter,
-    WeightLoader,
-    _has_onednn_kernel,
-    _match_split,
-    onednn_linear,
-    view_as_block,
-)
+from streamrl.engines.vllm.local_pieces import _match_split
+from streamrl.engines.vllm.plain_layers import _has_onednn_kernel, onednn_linear
+from streamrl.engines.vllm.rank_loader import RankLoader
+from streamrl.engines.vllm.weight_loader import BoundParameter, view_as_block
 
 
 def test_a_quantized_model_is_not_compared_with_its_files(tmp_path: Path):
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization="fp8"))
     model = torch.nn.Linear(4, 4, device="meta")
-    worker = SimpleNamespace(get_model=lambda: model)
-    driver_worker = SimpleNamespace(worker=worker)
-    engine: Any = SimpleNamespace(
-        model_executor=SimpleNamespace(driver_worker=driver_worker),
-        model_config=SimpleNamespace(quantization="fp8"),
-    )
     parameters: Any = SimpleNamespace(shapes={})
-    assert WeightLoader(engine, parameters, str(tmp_path))._load_check is None
+    worker: Any = SimpleNamespace(get_model=lambda: model, vllm_config=config)
+    assert RankLoader(worker, parameters, str(tmp_path), is_loaded=True).load_check is None
 
 
 def parameter(rows: int, columns: int = 4) -> torch.nn.Parameter:
