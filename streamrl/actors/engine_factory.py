@@ -102,7 +102,7 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
     size = config.generator.tensor_parallel
     is_shared = config.placement.is_hybrid and size > 1
     rank_group = make_rank_group(replica, config.trainer, size) if is_shared else None
-    path, is_owner = config.model.path, not config.placement.is_hybrid
+    path, has_processes = config.model.path, size > 1 and not is_shared
     return EngineSpec(
         path,
         config.generator,
@@ -110,8 +110,8 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
         max_length=max_length,
         should_keep_kv=config.weights.kv == "keep",
         rank_group=rank_group,
-        # In a trainer's process, resharding writes into parameters that the directory has verified.
-        starts_empty=is_owner and is_held_as_stored(read_model_config(path)),
+        # Each of vLLM's own processes would read the whole directory.
+        starts_empty=has_processes and is_held_as_stored(read_model_config(path)),
         group_size=config.algorithm.group_size,
         run_seed=config.run.seed,
     )

@@ -45,7 +45,7 @@ def is_served_by_transformers(architectures: Iterable[str]) -> bool:
 
 def is_held_as_stored(config: Any) -> bool:
     """Return whether vLLM holds a model's stored values unchanged; `config` is its config.json."""
-    is_quantized = getattr(config, "quantization_config", None) is not None
+    is_quantized = hasattr(config, "quantization_config")
     return config.get_text_config().model_type in AS_STORED_FAMILIES and not is_quantized
 
 
