@@ -710,8 +710,13 @@ def summarize_differences(differences: Tensor) -> Measurements:
     return {"max": float(differences.max()), "mean": float(differences.mean())}
 
 
-def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Measurements:
-    """Compare loss and gradient of every algorithm: plain, with KL, with entropy."""
+def compare_losses(
+    path: str,
+    groups: Mapping[str, Columns],
+    dtype: str,
+    variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
+) -> Measurements:
+    """Compare loss and gradient of every algorithm: by default plain, with KL, with entropy."""
     from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
     from streamrl.distributed.devices import get_local_device
     from streamrl.errors import ConfigError
@@ -720,7 +725,7 @@ def compare_losses(path: str, groups: Mapping[str, Columns], dtype: str) -> Meas
     gradients: dict[str, float] = {}
     refused = []
     for name in ALGORITHMS:
-        for variant, settings in VARIANTS.items():
+        for variant, settings in variants.items():
             label = f"{name}/{variant}"
             try:
                 config = AlgorithmConfig(name=name, **settings)

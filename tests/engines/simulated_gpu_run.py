@@ -1,27 +1,28 @@
 """Trainers, losses, weights and resharding on a simulated GPU, in a process of its own.
 
-usage: python -m tests.engines.simulated_gpu_run
-
-Prints a JSON object of measurements by area, among them the largest differences from a run on the
-CPU, and of what planted faults raised or changed.
+Measurements by area, among them the largest differences from a run on the CPU, and what planted
+faults raised or changed. Run by `tests.engines.simulated_gpu_lines`.
 """
 
-import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.real_accelerator import set_accelerator
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from scripts.gpu_check import (
+    compare_losses,
     hide_gpu,
     list_picks,
     make_policy_task,
@@ -31,12 +32,15 @@ from scripts.gpu_check import (
 )
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction import CorrectionConfig
+from streamrl.data.pretrain_texts import TextStream
 from streamrl.distributed import process_group
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions, TokenScores
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training import model_trainer
+from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.engines.training.model_trainer import ModelTrainer
+from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.tasks import PolicyTask, TrainingTask, TwoHeadedTask
 from streamrl.messages import Columns
 from streamrl.weights.buckets import publish_version, unpack_tensors
@@ -261,12 +265,12 @@ def list_released(calls: list[StreamCall], compute_stream: SimulatedStream) -> l
     return result
 
 
-def publish_and_pull(path: str, groups: Groups) -> Measurements:
+def publish_and_pull(path: str, groups: Groups, kind: str = "policy") -> Measurements:
     """Publish a trainer's weights, load them into a scorer, compare its parameters.
 
     The copies are those of the third version: until then memory on the host may be given up.
     """
-    trainer = make_trainer("policy", path, groups)
+    trainer = make_trainer(kind, path, groups)
     scorer = make_reference(path, temperature=1.0)
     writer, reader = LocalWriter(), LocalReader()
     for version in range(3):
@@ -345,32 +349,120 @@ def name_fault(run: Callable[[], object]) -> str:
     return "no error"
 
 
-def run_all(path: str) -> Measurements:
-    groups = make_tiny_groups(path)
-    results: dict[str, Any] = {
-        "scores": compare_scores(path, groups),
-        "offload": watch_offload(),
-        **{kind: compare_training(kind, path, groups) for kind in ("lora", "two heads")},
-        "weights": publish_and_pull(path, groups),
-        "resharding": reshard(path, groups),
-        "served on the CPU": reshard(path, groups, lambda _: CPU),
+def save_and_continue(path: str, groups: Groups) -> Measurements:
+    """Train, save, train on; repeat that from the checkpoint. Compare with the same on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(tiny_model(tied=False, seed=0), Path(folder))  # with a tokenizer
+        groups = make_groups()
+        on_gpu = save_and_repeat(path, groups)
+        with hide_gpu():
+            on_cpu = save_and_repeat(path, groups)
+    return {
+        "repeats": on_gpu["repeats"],
+        **{
+            name: find_max_difference(on_gpu[name], on_cpu[name])
+            for name in ("parameters", "saved model", "EMA reference", "logprobs")
+        },
     }
-    train_policy = partial(train, "policy", path, groups)
+
+
+def save_and_repeat(path: str, groups: Groups) -> Measurements:
+    trainer, reference, parameters = make_trainer("lora", path, groups), EmaReference(0.5), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train_step(trainer, groups)
+        trainer.save_training_state(folder / "state")
+        for _ in range(2):
+            train_step(trainer, groups)
+            parameters.append({n: t.cpu().clone() for n, t in trainer.full_state()})
+            reference.update_from_policy(trainer.full_state(), moves=True)
+            trainer.close()
+            trainer = make_trainer("lora", path, groups)
+            trainer.load_training_state(folder / "state")
+        trainer.save_model(folder / "model")
+        saved = load_file(folder / "model" / "model.safetensors")
+    logprobs = trainer.compute_token_logprobs(np.arange(3, 19, dtype=np.int32))
+    trainer.close()
+    first, again = parameters
+    return {
+        "repeats": all(first[name].equal(again[name]) for name in first),
+        "parameters": again,
+        "saved model": saved,
+        "EMA reference": dict(reference.named_tensors()),
+        "logprobs": {"": torch.from_numpy(logprobs)},
+    }
+
+
+def compare_pretraining(path: str, groups: Groups) -> Measurements:
+    """Add the loss of pretraining texts, of a model with a tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(tiny_model(tied=True, seed=0), Path(folder))
+        on_gpu = pretrain(path)
+        with hide_gpu():
+            on_cpu = pretrain(path)
+    return {name: abs(on_gpu[name] / on_cpu[name] - 1) for name in on_cpu}
+
+
+def pretrain(path: str) -> dict[str, float]:
+    groups = make_groups()
+    texts = PretrainingLoss(
+        TextStream(["t4 t5 t6 t7", "t8 t9 t40"], seed=0),
+        PreTrainedTokenizerFast.from_pretrained(path),
+        coef=1.0,
+        num_texts=2,
+        max_tokens=8,
+        micro_batch_tokens=16,
+    )
+    task = make_policy_task(path, AlgorithmConfig(), groups)
+    config = TrainerConfig(backend="torch", dtype="float32")
+    trainer = ModelTrainer(task, config=config, pretraining=texts)
+    trainer.train_micro_batch(groups, list_picks(groups))
+    metrics = trainer.update(16.0)
+    trainer.close()
+    return {name: metrics[name] for name in ("loss/ptx", "policy/grad_norm")}
+
+
+def plant_batch_fault(path: str, groups: Groups) -> str:
     with mock.patch.object(model_trainer, "get_local_device", lambda: CPU):
-        results["batch on the CPU"] = name_fault(train_policy)
+        return name_fault(partial(train, "policy", path, groups))
+
+
+def plant_column_fault(path: str, groups: Groups) -> str:
     with leave_on_cpu("generator_logprobs"):
-        results["column on the CPU"] = name_fault(train_policy)
-    return {**results, "deepspeed": train_with_deepspeed(path, groups)}
+        return name_fault(partial(train, "policy", path, groups))
 
 
-def main() -> None:
+AREAS: Mapping[str, Callable[[str, Groups], Any]] = {
+    "losses": partial(compare_losses, dtype="float32", variants={"plain": {}}),
+    "scores": compare_scores,
+    "offload": lambda path, groups: watch_offload(),
+    **{kind: partial(compare_training, kind) for kind in ("lora", "two heads")},
+    "checkpoint": save_and_continue,
+    "pretraining": compare_pretraining,
+    "weights": publish_and_pull,
+    "adapters": partial(publish_and_pull, kind="lora"),
+    "resharding": reshard,
+    "served on the CPU": partial(reshard, place=lambda _: CPU),
+    "batch on the CPU": plant_batch_fault,
+    "column on the CPU": plant_column_fault,
+    "deepspeed": train_with_deepspeed,
+}
+
+
+def run_areas(names: Iterable[str], begin: Callable[[str], None]) -> Measurements:
+    """Return the results of areas; call `begin` with the name of each."""
+    results = {}
     with (
         use_simulated_gpu(),
         mock.patch.object(process_group, "has_local_gpu", lambda: False),  # gloo for nccl
         tempfile.TemporaryDirectory() as folder,
     ):
-        print(json.dumps(run_all(write_tiny(Path(folder)))))
-
-
-if __name__ == "__main__":
-    main()
+        path = write_tiny(Path(folder))
+        groups = make_tiny_groups(path)
+        for name in names:
+            begin(name)
+            results[name] = AREAS[name](
+                path,
+                groups,
+            )
+    return results
