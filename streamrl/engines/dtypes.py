@@ -9,13 +9,6 @@ from streamrl.engines.trainer_config import TrainerConfig
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a config value; auto is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        return torch.bfloat16 if has_run_gpus() else torch.float32
-    return TORCH_DTYPES[name]
-
-
 def resolve_trainer_dtype(config: TrainerConfig) -> torch.dtype:
     """Return the dtype in which a trainer computes and publishes its model."""
     return TORCH_DTYPES[config.resolve_dtype(on_gpu=has_run_gpus())]

@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
@@ -18,7 +23,7 @@ from streamrl.engines.models.chunked_head import (
     mark_whole_logits,
     run_scoring_forward,
 )
-from streamrl.engines.models.packed_rows import RowLayout, enable_packing
+from streamrl.engines.models.packed_rows import RowLayout, enable_packing, unwrap_engine
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import is_trusted, read_model_config
 
@@ -36,12 +41,14 @@ class ModelLoadOptions:
     attention: trainer.attention. max_length: length of the longest rollout in
     tokens, prompt included, by which vLLM selects LongRoPE factors. With max_length None,
     transformers selects the factors by the length of each batch. keeps_layers_on_host: leave the
-    model in host memory, for `layer_offload.keep_layers_on_host`.
+    model in host memory, for `layer_offload.keep_layers_on_host`. key: config key that names the
+    directory, for messages.
     """
 
     attention: str = "auto"
     max_length: int | None = None
     keeps_layers_on_host: bool = False
+    key: str = "model.path"
 
 
 DEFAULT_OPTIONS = ModelLoadOptions()
@@ -73,7 +80,7 @@ def load_model(
     """
     config = read_model_config(path)
     model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options, on_meta)
-    _check_complete(path, missing)
+    _check_complete(path, missing, options)
     mark_whole_logits(model)
     return _move_to_local_device(model, options)
 
@@ -121,7 +128,7 @@ def _load_pretrained(
         )
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path={path}: cannot be loaded: {reason[:500]}") from error
+        raise ConfigError(f"{options.key}={path}: cannot be loaded: {reason[:500]}") from error
     missing = sorted(info["missing_keys"])
     if on_meta:
         _initialize_unstored(model, missing)
@@ -190,10 +197,10 @@ def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
             module.original_inv_freq = module.inv_freq.clone()
 
 
-def _check_complete(path: str, missing: list[str]) -> None:
+def _check_complete(path: str, missing: list[str], options: ModelLoadOptions) -> None:
     if missing:
         first = ", ".join(missing[:3])
-        raise ConfigError(f"model.path={path}: lacks {len(missing)} parameters, such as {first}")
+        raise ConfigError(f"{options.key}={path}: lacks {len(missing)} parameters, such as {first}")
 
 
 def load_value_model(
@@ -213,12 +220,66 @@ def load_value_model(
         AutoModelForTokenClassification, path, config, dtype, options, on_meta
     )
     head = {n: p for n, p in model.named_parameters() if n.startswith(VALUE_HEADS)}
-    _check_complete(path, [name for name in missing if name not in head])
+    _check_complete(path, [name for name in missing if name not in head], options)
     if head.keys() & missing:
         with torch.no_grad():
             for parameter in head.values():
                 parameter.zero_()
     return _move_to_local_device(model, options)
+
+
+def load_reward_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    options: ModelLoadOptions = DEFAULT_OPTIONS,
+    on_meta: bool = False,
+) -> PreTrainedModel:
+    """Load the sequence-classification model of a directory; its head is in the files.
+
+    A decoder returns the logits of all tokens, [B, T, 1]: transformers' forward pass would find the
+    last token of a row by the padding. `on_meta` and ConfigError are those of `load_model`.
+    """
+    config = read_model_config(path)
+    config.use_cache = False
+    sizes = config.get_text_config()
+    if sizes.pad_token_id not in range(sizes.vocab_size):
+        sizes.pad_token_id = 0  # without one, or with -1, transformers refuses several rows
+    model, missing = _load_pretrained(
+        AutoModelForSequenceClassification, path, config, dtype, options, on_meta
+    )
+    _check_complete(path, missing, options)
+    if scores_each_token(model):
+        token_logits: list[Tensor] = []
+
+        def replace_logits(_: Any, __: Any, output: Any) -> Any:
+            output.logits = token_logits.pop()
+            return output
+
+        model.score.register_forward_hook(lambda _, __, logits: token_logits.append(logits))
+        model.register_forward_hook(replace_logits)
+    return _move_to_local_device(model, options)
+
+
+def scores_each_token(model: PreTrainedModel) -> bool:
+    """Return whether the head of a sequence-classification model reads each token, as decoders'."""
+    return isinstance(dict(model.named_children()).get("score"), nn.Linear)
+
+
+def compute_row_logits(
+    model: Callable[..., Any], token_ids: Tensor, attention_mask: Tensor
+) -> Tensor:
+    """Run a reward model and return the logit of each row, float32 [B].
+
+    `token_ids` int64 [B, T], `attention_mask` bool [B, T]. Decoders have it at the last token.
+    """
+    if not scores_each_token(unwrap_engine(model)):
+        output = model(input_ids=token_ids, attention_mask=attention_mask.long())
+        return output.logits[:, 0].float()
+    rows = RowLayout(model, token_ids, attention_mask)
+    logits = rows.restore(rows.run_model().logits[..., 0].float())
+    last = attention_mask.sum(-1, keepdim=True) - 1
+    return logits.gather(1, last)[:, 0]
 
 
 def compute_token_values(

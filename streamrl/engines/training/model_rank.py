@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from streamrl.buffer.micro_batch_schedule import pack_rollouts
@@ -138,6 +139,23 @@ class ModelRank:
             return compute_token_columns(
                 groups, compute, micro_batch_tokens, agree_on_rounds=self._find_most_rounds
             )
+
+    def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Compute a reward model's logit of each row of token ids, in one forward pass.
+
+        Ranks may have different rows; a rank without rows computes a dummy. A collective if the
+        parameters are sharded.
+        """
+        module, device = self._backend.module, get_local_device()
+        tensors = [torch.tensor(row) for row in rows or [[0]]]
+        pad_id = module.config.get_text_config().pad_token_id
+        token_ids = pad_sequence(tensors, batch_first=True, padding_value=pad_id)
+        lengths = torch.tensor([len(row) for row in tensors])
+        mask = torch.arange(token_ids.shape[1]) < lengths[:, None]
+        batch = TensorDict({"token_ids": token_ids, "attention_mask": mask}, device=device)
+        with torch.no_grad(), self._limit_wait("logits"):
+            logits = self._task.compute_column(self._backend.forward, batch, "logits")
+        return logits.tolist()[: len(rows)]
 
     def _find_most_rounds(self, num_rounds: int) -> int:
         """Return the most forward passes of any rank if they are collectives, else this rank's."""

@@ -25,9 +25,11 @@ from streamrl.engines.models.forward import (
     VALUE_HEADS,
     ModelLoadOptions,
     TokenScores,
+    compute_row_logits,
     compute_token_logprobs,
     compute_token_values,
     load_model,
+    load_reward_model,
     load_skeleton,
     load_two_headed_model,
     load_value_model,
@@ -100,11 +102,27 @@ class ModelTask(ABC):
 
     @abstractmethod
     def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
-        """Return the entries [B, T] of a queue column that the model computes for a micro-batch."""
+        """Return the entries of a queue column that the model computes for a micro-batch.
+
+        They are [B, T], or [B] of a model that scores whole rows.
+        """
 
     def is_own(self, name: str) -> bool:
         """Return whether a published parameter is one of this model, not of a model around it."""
         return True
+
+
+@dataclass(frozen=True)
+class RewardModelTask(ModelTask):
+    """Scores rows with a sequence-classification model of one label; [B], the logits."""
+
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
+        return load_reward_model(
+            self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
+        )
+
+    def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
+        return compute_row_logits(forward, batch["token_ids"], batch["attention_mask"])
 
 
 @dataclass(frozen=True)

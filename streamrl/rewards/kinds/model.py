@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from omegaconf import MISSING
 
@@ -17,27 +17,30 @@ from streamrl.data.chat_template import (
     render_text,
 )
 from streamrl.data.config import MODEL_TEMPLATE
-from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
+from streamrl.engines.trainer_config import RankLayout, TrainerConfig
+from streamrl.errors import ConfigError, RewardError, RewardMemoryError, RewardTimeoutError
 from streamrl.files.typed_settings import at_least, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.user_code.reward_result import RewardResult
 
+if TYPE_CHECKING:
+    from streamrl.engines.training.model_rank import ModelRank
+
 TokenRow = Sequence[int]
 
 
-def plan_batches(lengths: Sequence[int], max_tokens: int, max_rows: int) -> list[list[int]]:
+def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Sort rows by length, longest first, and cut them into batches; return row indices per batch.
 
-    A batch padded to its longest row has at most `max_tokens` tokens, and at most `max_rows` rows.
-    Every length must be at most `max_tokens`. Example: lengths [2, 5, 4], max_tokens 10 gives [[1,
-    2], [0]].
+    A batch padded to its longest row has at most `max_tokens` tokens. Every length must be at most
+    `max_tokens`. Example: lengths [2, 5, 4], max_tokens 10 gives [[1, 2], [0]].
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches = []
     while order:
-        size = min(max_rows, max_tokens // lengths[order[0]])
+        size = max_tokens // lengths[order[0]]
         batches.append(order[:size])
         order = order[size:]
     return batches
@@ -48,7 +51,7 @@ class MicroBatcher:
 
     Batches run in sequence; rows that arrive meanwhile wait and are batched together next.
     compute: returns the logit of each row of a batch.
-    max_tokens, max_rows: limits of a batch; tokens include padding.
+    max_tokens: limit of a batch, including padding.
     """
 
     def __init__(
@@ -56,11 +59,9 @@ class MicroBatcher:
         compute: Callable[[Sequence[TokenRow]], Awaitable[Sequence[float]]],
         *,
         max_tokens: int,
-        max_rows: int,
     ) -> None:
         self._compute = compute
         self._max_tokens = max_tokens
-        self._max_rows = max_rows
         self._rows: list[tuple[TokenRow, asyncio.Future[float]]] = []
         self._batch_task: asyncio.Task[None] | None = None
 
@@ -81,7 +82,7 @@ class MicroBatcher:
         while waiting := [(row, future) for row, future in self._rows if not future.done()]:
             self._rows = waiting.copy()
             lengths = [len(row) for row, _ in waiting]
-            for indices in plan_batches(lengths, self._max_tokens, self._max_rows):
+            for indices in plan_batches(lengths, self._max_tokens):
                 # Skip rows whose caller was cancelled or failed with an earlier batch.
                 batch = [waiting[i] for i in indices if not waiting[i][1].done()]
                 if batch:
@@ -131,6 +132,29 @@ class ModelOptions(RetryOptions):
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16")] = "auto"
 
 
+def load_rank(spec: RewardSpec[ModelOptions]) -> "ModelRank":
+    """Load the model of a reward. Raises ConfigError."""
+    from streamrl.engines.models.forward import ModelLoadOptions
+    from streamrl.engines.training.model_rank import ModelRank
+    from streamrl.engines.training.tasks import RewardModelTask
+
+    options, offload = spec.options, spec.context.scorer.offload
+    config = RankLayout().to_trainer_config(TrainerConfig(dtype=options.dtype))
+    load_options = ModelLoadOptions(keeps_layers_on_host=offload, key=f"{spec.key}.path")
+    return ModelRank(RewardModelTask(options.path, options=load_options), config=config)
+
+
+def compute_logits(rank: "ModelRank", rows: Sequence[TokenRow]) -> list[float]:
+    """Return the logit of each row of token ids. Raises RewardMemoryError."""
+    from torch import OutOfMemoryError
+
+    try:
+        return rank.compute_logits(rows)
+    except OutOfMemoryError as error:
+        shape = f"{len(rows)} texts of up to {max(map(len, rows))} tokens"
+        raise RewardMemoryError(f"{shape}: {str(error).splitlines()[0]}") from error
+
+
 class ModelReward(Reward):
     """Runs a reward model in a thread, batching the completions of several groups.
 
@@ -142,12 +166,12 @@ class ModelReward(Reward):
     """
 
     def __init__(self, spec: RewardSpec[ModelOptions]) -> None:
-        from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
+        from streamrl.rewards.kinds.classifier import read_classifier
 
         super().__init__()
         options = spec.options
         self._options = options
-        self._files = files = read_classifier(options.path, f"{spec.key}.path")
+        files = read_classifier(options.path, f"{spec.key}.path")
         self._tokenizer = files.tokenizer
         limits = (files.max_tokens, files.tokenizer.model_max_length, options.batch_tokens)
         self._max_length = min(limit for limit in limits if limit)
@@ -162,33 +186,17 @@ class ModelReward(Reward):
         self._model_thread = ThreadPoolExecutor(1)
         # Separate, so that texts are tokenized for the next batch during a forward pass.
         self._tokenizer_thread = ThreadPoolExecutor(1)
-        self._load_model = partial(
-            SequenceClassifier,
-            files,
-            dtype=options.dtype,
-            keeps_layers_on_host=spec.context.scorer.offload,
-        )
-        self._model: SequenceClassifier | None = None
-        self._batcher = MicroBatcher(
-            self._compute_logits,
-            max_tokens=options.batch_tokens,
-            # Without a padding token transformers reads the logit of the last column, which is
-            # padding for shorter rows: one row per batch.
-            max_rows=options.batch_tokens if files.pad_id is not None else 1,
-        )
+        self._load_rank = partial(load_rank, spec)
+        self._rank: ModelRank | None = None
+        self._batcher = MicroBatcher(self._compute_logits, max_tokens=options.batch_tokens)
         self.model_bytes = files.weight_bytes
 
     def validate_prompt(self, prompt: Prompt) -> None:
         self._render_text(Completion.from_text("").get_messages(prompt, LAST_TURN))
 
-    async def run_preflight(self) -> str:
-        if self._files.pad_id is None:
-            return f"{self._files.path}: no padding token; texts are scored one at a time"
-        return ""
-
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._model = await loop.run_in_executor(self._model_thread, self._load_model)
+        self._rank = await loop.run_in_executor(self._model_thread, self._load_rank)
 
     async def score_completions(
         self, prompt: Prompt, completions: Sequence[Completion], part: str
@@ -236,9 +244,9 @@ class ModelReward(Reward):
         return rows
 
     async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[float]:
-        model = self._model
-        assert model is not None
-        return await self._run_with_timeout(self._model_thread, lambda: model.compute_logits(rows))
+        rank = self._rank
+        assert rank is not None
+        return await self._run_with_timeout(self._model_thread, partial(compute_logits, rank, rows))
 
     async def _run_with_timeout(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         try:
@@ -249,7 +257,7 @@ class ModelReward(Reward):
 
     def _to_result(self, logit: float, index: int) -> RewardResult:
         if not math.isfinite(logit):
-            raise RewardError(f"{self._files.path} gives {logit} for completion {index}")
+            raise RewardError(f"{self._options.path} gives {logit} for completion {index}")
         # tanh form: exp(-logit) would overflow for very negative logits.
         score = 0.5 * (1.0 + math.tanh(0.5 * logit)) if self._options.sigmoid else logit
         return RewardResult.from_correctness(score >= self._pass_score, score=score)
@@ -258,4 +266,4 @@ class ModelReward(Reward):
         self._batcher.close()
         for thread in (self._model_thread, self._tokenizer_thread):
             thread.shutdown(wait=False, cancel_futures=True)
-        self._model = None
+        self._rank = None

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from streamrl.config.preflight import PROCESS_GIB, list_resource_demands, prepare_run
 from streamrl.config.run_config import load_config
 from streamrl.data.chat_template import load_tokenizer
+from streamrl.engines.training.model_rank import ModelRank
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.kinds.classifier import SequenceClassifier, read_classifier
+from streamrl.rewards.kinds.classifier import read_classifier
 from streamrl.rewards.kinds.model import MicroBatcher, plan_batches
 from streamrl.rewards.registry import build_rewards
 from streamrl.user_code.reward_result import RewardOutcome
@@ -137,18 +138,13 @@ async def test_scores_do_not_depend_on_the_batch(path, started):
 
 
 @pytest.mark.parametrize("pad_token_id", [None, -1])  # -1: the first LLaMA checkpoints
-async def test_a_model_without_a_padding_token_scores_texts_one_at_a_time(
-    path, tmp_path, started, pad_token_id
+@pytest.mark.parametrize("texts", [TEXTS, ["12345", "54321"]])  # packed, and of equal length
+async def test_a_decoder_without_a_padding_token_scores_its_texts_in_one_batch(
+    path, tmp_path, started, pad_token_id, texts
 ):
     unpadded = copy_with_config(path, tmp_path / "unpadded", pad_token_id=pad_token_id)
-    config = RewardConfig("model", options={"path": str(unpadded)})
-    rewards = build_rewards([config])
-    (note,) = await rewards.run_preflight()
-    await rewards.start()
-    assert note.endswith("no padding token; texts are scored one at a time")
-    results = await scores(rewards)
-    await rewards.close()
-    assert results == pytest.approx(await scores(await started(path)), abs=1e-5)
+    expected = [compute_reference_logit(path, f"2+3{text}=") for text in texts]
+    assert await scores(await started(unpadded), texts) == expected
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -199,7 +195,7 @@ async def test_a_hanging_forward_pass_times_out_without_blocking_the_loop(
 ):
     rewards = await started(path, timeout_s=0.2, attempts=1)
     release = threading.Event()
-    monkeypatch.setattr(SequenceClassifier, "compute_logits", lambda self, rows: release.wait(10))
+    monkeypatch.setattr(ModelRank, "compute_logits", lambda self, rows: release.wait(10))
     with pytest.raises(RewardTimeoutError, match=r"the model took more than 0\.2 s"):
         await scores(rewards)
     release.set()
@@ -251,7 +247,10 @@ async def test_a_model_with_missing_parameters_is_refused_at_start(path, tmp_pat
         path, tmp_path / "part", lambda weights: weights.pop("model.norm.weight")
     )
     rewards = build_rewards([RewardConfig("model", options={"path": str(partial)})])
-    with pytest.raises(ConfigError, match=r"lacks 1 parameters, e.g. model\.norm\.weight"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rewards\[0\]\.path=.*part: lacks 1 parameters, such as model\.norm\.weight",
+    ):
         await rewards.start()
 
 
@@ -273,13 +272,12 @@ def test_scorers_request_a_gpu_and_the_memory_of_the_model(path, tmp_path):
     assert on_cpu.memory_gib == pytest.approx(PROCESS_GIB + size / 2**30)
 
 
-@given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 100), st.integers(1, 5))
-def test_every_row_is_in_exactly_one_batch_within_the_bounds(lengths, max_tokens, max_rows):
-    batches = plan_batches(lengths, max_tokens, max_rows)
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 100))
+def test_every_row_is_in_exactly_one_batch_within_the_bound(lengths, max_tokens):
+    batches = plan_batches(lengths, max_tokens)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert 1 <= len(batch) <= max_rows
-        assert len(batch) * max(lengths[index] for index in batch) <= max_tokens
+        assert batch and len(batch) * max(lengths[index] for index in batch) <= max_tokens
 
 
 class FakeCompute:
@@ -298,7 +296,7 @@ class FakeCompute:
 
 async def test_rows_that_arrive_during_a_batch_share_the_next():
     compute = FakeCompute()
-    batcher = MicroBatcher(compute, max_tokens=10, max_rows=99)
+    batcher = MicroBatcher(compute, max_tokens=10)
     calls = []
     for rows in ([[1], [2]], [[3]], [[4, 4]]):
         calls.append(asyncio.create_task(batcher.compute_rows(rows)))
@@ -312,7 +310,7 @@ async def test_rows_that_arrive_during_a_batch_share_the_next():
 async def test_an_error_reaches_only_the_callers_of_its_batch():
     compute = FakeCompute()
     compute.released.set()
-    batcher = MicroBatcher(compute, max_tokens=2, max_rows=1)
+    batcher = MicroBatcher(compute, max_tokens=1)
     results = await asyncio.gather(
         *(batcher.compute_rows([[n]]) for n in (5, 13, 6)), return_exceptions=True
     )
@@ -322,7 +320,7 @@ async def test_an_error_reaches_only_the_callers_of_its_batch():
 
 async def test_rows_of_cancelled_callers_are_not_computed():
     compute = FakeCompute()
-    batcher = MicroBatcher(compute, max_tokens=10, max_rows=99)
+    batcher = MicroBatcher(compute, max_tokens=10)
     first = asyncio.create_task(batcher.compute_rows([[1]]))
     await asyncio.sleep(0.01)
     second = asyncio.create_task(batcher.compute_rows([[2]]))
@@ -337,7 +335,7 @@ async def test_rows_of_cancelled_callers_are_not_computed():
 
 async def test_closing_cancels_waiting_callers():
     compute = FakeCompute()
-    batcher = MicroBatcher(compute, max_tokens=10, max_rows=99)
+    batcher = MicroBatcher(compute, max_tokens=10)
     waiting = asyncio.create_task(batcher.compute_rows([[1]]))
     await asyncio.sleep(0.01)
     batcher.close()
