@@ -23,6 +23,7 @@ from streamrl.algorithms import ALGORITHMS, Algorithm
 from streamrl.algorithms.config import load_specs
 from streamrl.algorithms.table import DEFAULT_SETTINGS
 from streamrl.config.run_config import RunConfig, load_config
+from streamrl.dataflow import CallKind
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.environments.config import EnvironmentSpec
 from streamrl.errors import ConfigError
@@ -126,7 +127,9 @@ def show_graph(config: RunConfig) -> str:
     lines = [f"{config.algorithm.name}: {size}", ""]
     width = max(len(stage) for stage in (*flow.stages, "  produces")) + 2
     for call in flow.ordered_calls:
-        lines.append(f"{call.stage:<{width}}{call.kind.value}, role {call.role}")
+        is_hosted = call.kind is CallKind.SCORE and call.role in flow.trained_roles
+        host = " (the ranks that train it)" * is_hosted
+        lines.append(f"{call.stage:<{width}}{call.kind.value}, role {call.role}{host}")
         needs, produces = ", ".join(call.needs) or "prompts only", ", ".join(call.produces)
         facts = {"needs": needs, "produces": produces, "follows": call.followed_role}
         lines += [f"  {name:<{width - 2}}{fact}" for name, fact in facts.items() if fact]

@@ -15,6 +15,7 @@ from streamrl.config.run_config import load_config
 from streamrl.errors import ConfigError
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.plan_report import (
+    describe_assignments,
     describe_problem,
     format_count,
     format_percent,
@@ -83,7 +84,9 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     )
     if arguments.json:
         return json.dumps(to_json(result))
-    head = [describe_problem(config, problem), str(placement), ""]
+    texts = describe_assignments(problem, placement)
+    placed = "; ".join(f"{stage} {text}" for stage, text in texts.items())
+    head = [describe_problem(config, problem), placed, ""]
     return "\n".join([*head, *describe_simulation(result)])
 
 

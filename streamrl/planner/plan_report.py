@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.config.run_config import RunConfig
+from streamrl.dataflow import CallKind
 from streamrl.files.printable_text import format_quantity
+from streamrl.placement.placements import Placement
 from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
 from streamrl.planner.search.planner import (
     BoundOptimum,
@@ -75,6 +77,18 @@ def describe_problem(config: RunConfig, problem: PlacementProblem) -> str:
         f" {workload.lengths.max_tokens}){episodes}, "
         f"{format_quantity(workload.num_updates, 'update')}{filtered}"
     )
+
+
+def describe_assignments(problem: PlacementProblem, placement: Placement) -> dict[str, str]:
+    """Describe, by stage, devices and parallelism, and the trained model whose ranks compute it."""
+    calls, texts = {call.stage: call for call in problem.dataflow.calls}, {}
+    meshes = {calls[stage].role: item.mesh for stage, item in placement.assignments.items()}
+    for stage, assignment in placement.assignments.items():
+        host = problem.hosts.get(calls[stage].role, "")
+        is_hosted = host in meshes and meshes[host] == assignment.mesh
+        texts[stage] = f"{assignment}" + f", by the ranks of {host}" * is_hosted
+        texts[stage] += f", ZeRO {assignment.zero_stage}" * (calls[stage].kind is CallKind.TRAIN)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -157,11 +171,8 @@ class PlanReport:
     def _describe_best(self, point: BoundOptimum, result: SimulationResult) -> list[str]:
         own_note = f" (pipeline.max_staleness={self.own_bound}, the config's own)"
         lines = [f"best: {point.candidate.label}{'' if self.own_bound is None else own_note}"]
-        lines += [
-            f"  {stage:<18}{assignment}"
-            + (f", ZeRO {assignment.zero_stage}" if stage.startswith("train") else "")
-            for stage, assignment in point.candidate.placement.assignments.items()
-        ]
+        texts = describe_assignments(self.problem, point.candidate.placement)
+        lines += [f"  {stage:<18}{text}" for stage, text in texts.items()]
         size = self.problem.cluster.num_devices
         if self.num_unused:
             lines.append(f"  {self.num_unused} of {size} devices are unused")

@@ -141,6 +141,14 @@ def test_overrides_change_stages_and_how_far_generation_runs_ahead(capsys, words
     assert re.search(rf"^  train -> generate +version of policy, {steps} later$", text, re.M)
 
 
+@pytest.mark.parametrize(
+    ("words", "role"),
+    [([], "critic (the ranks that train it)"), (["critic.replicas=1"], "value")],
+)
+def test_the_graph_names_the_ranks_that_compute_values(capsys, words, role):
+    assert f"\nvalue         score, role {role}\n" in read_graph(capsys, PPO, *words)
+
+
 def test_stages_behind_the_group_filter_are_in_the_graph(capsys):
     unfiltered = read_graph(capsys, PPO)
     assert "reward -> reference" not in unfiltered and "reward -> value" not in unfiltered

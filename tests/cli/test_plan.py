@@ -131,6 +131,19 @@ def test_unused_devices_and_run_cost_are_reported(capsys: pytest.CaptureFixture[
     assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "placed"),
+    [([], "2, by the ranks of critic"), (["critic.replicas=1"], "2")],
+)
+def test_a_placement_names_the_ranks_that_compute_values(
+    words: list[str], placed: str, capsys: pytest.CaptureFixture[str]
+):
+    sizes = ["--cluster", "8xH100", *SIZES[:4], "--steps", "1", "pipeline.groups_per_step=2"]
+    code, out = run(capsys, "simulate", str(CONFIGS / "ppo_arithmetic.yaml"), *sizes, *words)
+    assert code == 0
+    assert f"; value 1-1-1 on {placed}; train 1-1-1 on 3, ZeRO 1; train_critic " in out
+
+
 def test_a_plan_turns_on_what_saves_the_memory_that_is_short(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
