@@ -24,7 +24,7 @@ from streamrl.algorithms.config import load_specs
 from streamrl.algorithms.table import DEFAULT_SETTINGS
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import CallKind
-from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
+from streamrl.engines.trainer_config import CriticConfig, RankLayout, TrainerConfig
 from streamrl.environments.config import EnvironmentSpec
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import format_quantity
@@ -235,6 +235,7 @@ SAME_KEYS: Mapping[str, tuple[type, str]] = {
     "costs": (RewardConfig, "costs[]."),
     "environment.named": (EnvironmentSpec, "environment.named.NAME."),
     "critic.trainer": (TrainerConfig, "critic.trainer."),
+    "critic.shadow": (RankLayout, "critic.shadow."),
 }
 """Keys whose entries have the keys of another section, and are listed only by name."""
 
@@ -249,7 +250,7 @@ def list_config_keys(settings: type = RunConfig, prefix: str = "") -> Iterator[C
     for field in dataclasses.fields(settings):
         name, hint = f"{prefix}{field.name}", hints[field.name]
         entry = next((a for a in typing.get_args(hint) if dataclasses.is_dataclass(a)), None)
-        if dataclasses.is_dataclass(hint):
+        if dataclasses.is_dataclass(hint) and name not in SAME_KEYS:
             yield from list_config_keys(typing.cast(type, hint), f"{name}.")
         elif entry is not None and name not in SAME_KEYS:
             yield from list_config_keys(typing.cast(type, entry), f"{name}[].")
@@ -402,4 +403,4 @@ def format_default(field: "dataclasses.Field[Any]") -> str:
     value = field.default if factory is dataclasses.MISSING else factory()
     if value in (MISSING, dataclasses.MISSING):
         return REQUIRED
-    return format_yaml(value)
+    return format_yaml(vars(value) if dataclasses.is_dataclass(value) else value)
