@@ -30,10 +30,10 @@ class FakeActor:
         return SimpleNamespace(remote=lambda *values: asyncio.ensure_future(method(*values)))
 
 
-def make_config(**settings: Any) -> RunConfig:
-    """Make the config of a run whose model and data need not exist."""
+def make_config(model_path: str = "model", **settings: Any) -> RunConfig:
+    """Make the config of a run whose data need not exist, nor its model where none is read."""
     return RunConfig(
-        model=ModelConfig(path="model"),
+        model=ModelConfig(path=model_path),
         data=DataConfig(train="rows.jsonl"),
         rewards=[RewardConfig("exact")],
         **settings,

@@ -38,7 +38,7 @@ from streamrl.buffer import (
 )
 from streamrl.dataflow import POLICY
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement.config import PlacementConfig
 from streamrl.weights import WeightManifest
@@ -202,10 +202,10 @@ def node_of(actor: Any) -> str:
 
 @pytest.mark.slow
 def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and_restarts(
-    nodes: Nodes,
+    nodes: Nodes, model_path: str
 ):
     head_node, second_node = nodes.ids
-    registry = make_registry(ranks=2)
+    registry = make_registry(model_path, ranks=2)
     registry.create_roles(second_node, print)
     try:
         generator, _ = registry.spawn_replica("generator")
@@ -227,10 +227,10 @@ def test_actors_with_weights_stay_on_the_node_of_shared_memory_after_scaling_and
 
 
 @pytest.mark.slow
-def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes):
+def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes, model_path: str):
     wait_until_free()
     # Two models with two ranks, each on its own node, would leave no node with seven free slots.
-    registry = make_registry(ranks=2, tensor_parallel=7)
+    registry = make_registry(model_path, ranks=2, tensor_parallel=7)
     try:
         registry.create_roles("", print)
         assert {node_of(actor) for actor in registry.actors.values()} == set(nodes.ids)
@@ -246,10 +246,12 @@ def wait_until_free() -> None:
         time.sleep(0.1)
 
 
-def make_registry(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
+def make_registry(model_path: str, *, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
     """Make the registry of a PPO run, without actors; each model has `ranks` ranks."""
     config = make_config(
+        model_path,
         algorithm=AlgorithmConfig(name="ppo"),
+        critic=CriticConfig(replicas=1),
         placement=PlacementConfig(address="local"),
         trainer=TrainerConfig(world_size=ranks),
         generator=GeneratorConfig(tensor_parallel=tensor_parallel),
@@ -258,10 +260,12 @@ def make_registry(*, ranks: int, tensor_parallel: int = 1) -> ActorRegistry:
 
 
 @pytest.mark.slow
-def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(nodes: Nodes):
+def test_ranks_of_a_model_share_a_node_with_room_and_are_placed_first(
+    nodes: Nodes, model_path: str
+):
     wait_until_free()
     reserved = reserve_bundles([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
-    registry = make_registry(ranks=3)
+    registry = make_registry(model_path, ranks=3)
     try:
         # Five slots are free per node: other actors, placed first, would leave no node with three.
         registry.create_roles("", print)

@@ -234,14 +234,17 @@ class ActorRegistry:
     def _make_slot_options(self, demand: ResourceDemand, index: int) -> dict[str, Any]:
         """Return the Ray options that place actor `index` of a demand, in a slot if reserved."""
         options = self._reserved_slots.options.get(demand.calls[0].role, ())
-        return options[index] if index < len(options) else self._make_node_options(demand)
+        return options[index] if index < len(options) else self._make_node_options(demand, index)
 
-    def _make_node_options(self, demand: ResourceDemand) -> dict[str, Any]:
-        """Return the Ray options of an actor without a slot.
+    def _make_node_options(self, demand: ResourceDemand, index: int) -> dict[str, Any]:
+        """Return the Ray options of actor `index` of a demand, without a slot.
 
         An actor that publishes or follows weights is bound to the weights' node, if set.
         """
-        options: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
+        # A local instance has CPU slots for the initial actors only, whatever the machine's cores.
+        has_slot = index < demand.count or self._config.placement.address
+        options: dict[str, Any] = {"num_cpus": demand.cpus if has_slot else 0}
+        options["num_gpus"] = demand.gpus
         if self._is_node_bound(demand):
             # Binds restarts and added replicas too, even if the cluster has grown.
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
@@ -344,11 +347,8 @@ class ActorRegistry:
         """
         demand = self._demands[role]
         name = next(n for i in range(1 << 20) if (n := f"{demand.role}-{i}") not in self.actors)
-        # A local instance has CPU slots for the initial actors only, whatever the machine's cores.
-        cpus = demand.cpus if self._config.placement.address else 0
-        actor = self._create_role_actor(
-            name, demand, {**self._make_node_options(demand), "num_cpus": cpus}
-        )
+        options = self._make_node_options(demand, demand.count)
+        actor = self._create_role_actor(name, demand, options)
         return name, actor.__ray_ready__.remote()
 
     def describe_demand(self, role: str) -> str:
