@@ -236,8 +236,8 @@ async def score_groups(
 
     Consumes: groups with the required columns. Waits for: such groups and, if the scorer follows a
     trained model, the version at which they were admitted. Produces: the declared columns, as
-    `score` returns them: RewardScorer, or the ranks of a model (`actors/scoring_ranks.py`),
-    which `actors/replica.py` hosts.
+    `score` returns them (RewardScorer) or as the ranks of a model commit them
+    (`actors/rank_calls.py`).
     Unblocked by: `generate_rollouts` and other scorers, which commit columns, and `follow_weights`.
     """
 

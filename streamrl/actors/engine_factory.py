@@ -3,7 +3,6 @@
 Engines are imported inside methods: every actor unpickles the factory, few need torch or vLLM.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,8 @@ from streamrl.files.hf_config import read_model_config
 from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
-from streamrl.rewards.reward_scorer import RewardScorer, score_costs
+from streamrl.rewards.reward_scorer import RewardScorer, RewardStages, score_costs
 from streamrl.rewards.reward_set import COSTS
-from streamrl.stream.stage_worker import ComputeFunction, HostedScorer
-from streamrl.telemetry.rollout_log import RecordedGroup
 
 if TYPE_CHECKING:
     from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -65,12 +62,12 @@ class RealEngineFactory:
             peer: PeerRank = await module.PeerRank.start(spec)
             return peer
 
-    async def make_reward_scorer(self, config: RunConfig, role: str) -> HostedScorer:
-        """Build and start the scorer of rewards or of costs."""
+    async def make_reward_scorer(self, config: RunConfig, role: str) -> RewardStages:
+        """Build and start the rewards, or the costs; rules need no torch."""
         with pause_gc():
-            scorer = _make_reward_scorer(config, role)
-            await scorer.start()
-            return scorer
+            stages = _make_reward_stages(config, role)
+            await stages.rewards.start()
+            return stages
 
     def make_scoring_rank(
         self, config: RunConfig, max_length: int, rank: int, call: ModelCall
@@ -124,28 +121,16 @@ def check_assigned_device() -> None:
     check_device(assigned_gpus=len(ray.get_gpu_ids()) if ray.is_initialized() else 0)
 
 
-def _make_reward_scorer(config: RunConfig, role: str) -> HostedScorer:
-    """Make the scorer of rewards, or of costs; rules need no torch."""
+def _make_reward_stages(config: RunConfig, role: str) -> RewardStages:
     context, tokenizer = (
         RewardContext(config.scorer, config.sandbox),
         load_tokenizer(config.model.path),
     )
     if role == COST_CALL.role:
-        rewards = build_rewards(config.costs, context, score_spec=COSTS)
-        stages: dict[str, ComputeFunction] = {
-            COST_CALL.stage: partial(score_costs, rewards, tokenizer)
-        }
-        drain_recorded: Callable[[], Sequence[RecordedGroup]] = tuple
-    else:
-        rewards = build_rewards(config.rewards, context)
-        accept = build_group_filter(config.filter, config.algorithm_settings.excluded_reasons)
-        scorer = RewardScorer(rewards, tokenizer, accept, config.telemetry.rollouts)
-        stages = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}
-        drain_recorded = scorer.drain_recorded
-    return HostedScorer(
-        stages,
-        drain_recorded=drain_recorded,
-        drain_counts=rewards.drain_counts,
-        start=rewards.start,
-        close=rewards.close,
-    )
+        costs = build_rewards(config.costs, context, score_spec=COSTS)
+        return RewardStages({COST_CALL.stage: partial(score_costs, costs, tokenizer)}, costs)
+    rewards = build_rewards(config.rewards, context)
+    accept = build_group_filter(config.filter, config.algorithm_settings.excluded_reasons)
+    scorer = RewardScorer(rewards, tokenizer, accept, config.telemetry.rollouts)
+    functions = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}
+    return RewardStages(functions, rewards, scorer.drain_recorded)

@@ -16,7 +16,7 @@ from streamrl.stream.stage_worker import COMMITTED, StageResult
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion
 
-RankScore = Callable[[str, Sequence[Experience]], Awaitable[Sequence[StageResult]]]
+RankScore = Callable[[str, Sequence[Experience]], Awaitable[None]]
 """Has the ranks of a model score groups of a stage and commit the columns."""
 
 
@@ -66,9 +66,7 @@ class RankCalls:
         )
         return await gather_replies(*calls)
 
-    async def score_groups(
-        self, stage: str, experiences: Sequence[Experience]
-    ) -> Sequence[StageResult]:
+    async def score_groups(self, stage: str, experiences: Sequence[Experience]) -> None:
         """Have the ranks score leased groups and commit their columns.
 
         Tensors stay on the ranks: these read the groups from the queue.
@@ -80,7 +78,7 @@ class RankCalls:
             async with self.exclude_others():
                 if self.holds_version.is_set():
                     await self.call_each_rank("score_groups", arguments)
-                    return [COMMITTED] * len(experiences)
+                    return
 
 
 def share_leases(experiences: Sequence[Experience], dp_size: int) -> list[list[GroupLease]]:
@@ -95,28 +93,24 @@ def share_leases(experiences: Sequence[Experience], dp_size: int) -> list[list[G
     return shares
 
 
-def make_scoring_limits(config: RunConfig, dp_size: int) -> ScoringLimits:
-    """Return the limits of a stage whose ranks score: a group for each data-parallel rank a call.
-
-    The loop reads no columns: the ranks do.
-    """
-    return ScoringLimits((), max(config.scorer.max_groups, 2 * dp_size), dp_size)
-
-
 def lead_scoring(
     stage: StageContext,
     score: RankScore,
-    limits: ScoringLimits,
+    config: RunConfig,
+    dp_size: int,
     *,
     served: ServedVersion | None = None,
 ) -> Coroutine[Any, Any, None]:
     """Return the loop that leases groups of a stage and has the ranks of its model score them.
 
-    score: called with the stage's name and groups. The ranks record the spans of the stage.
+    A call has a group for each of `dp_size` data-parallel ranks. The loop reads no columns: the
+    ranks do, and record the spans of the stage. score: called with the stage's name and groups.
     """
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        return await score(stage.name, experiences)
+        await score(stage.name, experiences)
+        return [COMMITTED] * len(experiences)
 
+    limits = ScoringLimits((), max(config.scorer.max_groups, 2 * dp_size), dp_size)
     silent = replace(stage, spans=SpanRecorder(stage.spans.process))
     return score_groups(silent, compute, limits, served=served)

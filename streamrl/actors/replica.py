@@ -16,10 +16,11 @@ from streamrl.dataflow import EMA_REFERENCE, REWARD_CALL, ModelCall
 from streamrl.errors import ActorLostError
 from streamrl.messages import Experience
 from streamrl.pipeline import ScoringLimits, follow_weights, score_groups
+from streamrl.rewards.reward_scorer import RewardStages
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import StageContext
-from streamrl.stream.stage_worker import HostedScorer, StageResult
+from streamrl.stream.stage_worker import StageResult
 from streamrl.user_code.service_gate import Outage, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import FetchedWeights, FollowerProtocol, FollowerState
@@ -162,7 +163,7 @@ class RewardActor(ReplicaActor):
     """Actor that hosts the rewards or the costs and runs the loops of their stages."""
 
     def __init__(self) -> None:
-        self._scorer: HostedScorer | None = None
+        self._scorer: RewardStages | None = None
 
     async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
         self._config = context.config
@@ -178,21 +179,21 @@ class RewardActor(ReplicaActor):
         loops = []
         for stage, call in zip(self._stages, self._calls, strict=True):
             limits = ScoringLimits(call.needs, 2 * batch, batch)
-            loops.append(score_groups(stage, scorer.stages[stage.name], limits))
+            loops.append(score_groups(stage, scorer.functions[stage.name], limits))
         try:
             await self._run_loops(loops, None)
         finally:
-            await scorer.close()
+            await scorer.rewards.close()
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
         """Score the rewards of an evaluation, whose groups are not in the queue."""
         if self._scorer is None:
             raise ActorLostError("this scorer died and has not restarted yet")
-        return await self._scorer.stages[REWARD_CALL.stage](experiences)
+        return await self._scorer.functions[REWARD_CALL.stage](experiences)
 
     async def collect_report(self) -> ActorReport:
         if self._scorer is None:
             return ActorReport("", ())
         spans = self._stages[0].spans
-        recorded, counts = self._scorer.drain_recorded(), self._scorer.drain_counts()
+        recorded, counts = self._scorer.drain_recorded(), self._scorer.rewards.drain_counts()
         return ActorReport(spans.process, spans.drain_spans(), recorded, counts=counts)

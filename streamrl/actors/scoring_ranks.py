@@ -14,11 +14,7 @@ import ray
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.rank_calls import (
-    RankCalls,
-    lead_scoring,
-    make_scoring_limits,
-)
+from streamrl.actors.rank_calls import RankCalls, lead_scoring
 from streamrl.actors.replica import ReplicaActor
 from streamrl.actors.transport.ray_calls import find_rendezvous
 from streamrl.dataflow import SEQUENCE_COLUMNS, ModelCall
@@ -27,7 +23,6 @@ from streamrl.errors import ActorLostError, DeadlineError, RankLostError
 from streamrl.messages import Array, Columns, Experience, GroupLease
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.protocols import StageContext
-from streamrl.stream.stage_worker import StageResult
 from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
@@ -136,7 +131,7 @@ class ModelScorerActor(ScoringRankActor, ReplicaActor):
         """Start all ranks. peer_options: Ray options of the actors of ranks 1 and up."""
         config, role, follows = context.config, calls[0].role, calls[0].followed_role
         name = f"{role}-{replica}"
-        self._limits_of = config
+        self._config = config
         self._join_stream(context, calls, name, follows=follows)
         peers = [
             ray.remote(ScoringRankActor).options(**options).remote() for options in peer_options
@@ -151,20 +146,18 @@ class ModelScorerActor(ScoringRankActor, ReplicaActor):
 
     async def run(self) -> None:
         """Lease groups and have them scored until the run ends or a drain begins."""
-        limits = make_scoring_limits(self._limits_of, self._ranks.dp_size)
+        config, dp_size, served = self._config, self._ranks.dp_size, self._served_version
         loops = [
-            lead_scoring(stage, self._score_on_ranks, limits, served=self._served_version)
+            lead_scoring(stage, self._score_on_ranks, config, dp_size, served=served)
             for stage in self._stages
         ]
         await self._run_loops(loops, self)
 
-    async def _score_on_ranks(
-        self, stage: str, experiences: Sequence[Experience]
-    ) -> Sequence[StageResult]:
+    async def _score_on_ranks(self, stage: str, experiences: Sequence[Experience]) -> None:
         try:
-            return await self._ranks.score_groups(stage, experiences)
+            await self._ranks.score_groups(stage, experiences)
         except (ActorLostError, RankLostError, DeadlineError) as error:
-            return await self._end_with_ranks(error)
+            await self._end_with_ranks(error)
 
     async def load_weights(self, tensors: "Mapping[str, Tensor]", version: int) -> WeightLoadStats:
         """Copy a version into the ranks; a `FollowerProtocol`."""
@@ -184,7 +177,7 @@ class ModelScorerActor(ScoringRankActor, ReplicaActor):
         reports = await self._ranks.call_ranks("drain_spans")
         return replace(reports[0], spans=[span for report in reports for span in report.spans])
 
-    async def _end_with_ranks(self, error: Exception) -> Any:
+    async def _end_with_ranks(self, error: Exception) -> None:
         """End this process, and with it all ranks: their process group is broken."""
         sys.stderr.write(f"{self._name}: its ranks are lost: {error}\n")
         await self.crash_process()

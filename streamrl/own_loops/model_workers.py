@@ -10,7 +10,7 @@ result does not depend on the number of ranks.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -152,12 +152,6 @@ def score_batch(
     ]
     budget = config.pipeline.micro_batch_tokens
     return {column: model.compute_columns(groups, column, micro_batch_tokens=budget)}
-
-
-def _iter_split_conflicts(config: RunConfig, call: ModelCall) -> Iterator[Conflict]:
-    key = "reference" if call.role == REFERENCE_CALL.role else "critic.shadow"
-    is_split = config.get_ranks_config(call).world_size > 1
-    yield is_split, f"{key}.world_size", "each worker of an own loop holds a whole model"
 
 
 class UninterruptedStep:
@@ -567,7 +561,10 @@ class ScorerWorker:
             self._scorer = self._loop.run(engines.make_reward_scorer(config, role))
         else:
             (call,) = self._calls
-            check_conflicts(config, _iter_split_conflicts(config, call))
+            key = "reference" if role == REFERENCE_CALL.role else "critic.shadow"
+            is_split = config.get_ranks_config(call).world_size > 1
+            rule = "each worker of an own loop holds a whole model"
+            check_conflicts(config, [(is_split, f"{key}.world_size", rule)])
             self._model = engines.make_scoring_rank(config, max_length, 0, call)
 
     @transfers("DP")
@@ -590,7 +587,7 @@ class ScorerWorker:
             return score_batch(self._model, batch, call.produces[0], self._config)
         groups = zip(batch[PROMPT_COLUMN], get_group_columns(batch), strict=True)
         experiences = [Experience.make_unqueued(columns, prompt) for prompt, columns in groups]
-        results = self._loop.run(_await_result(self._scorer.stages[call.stage](experiences)))
+        results = self._loop.run(_await_result(self._scorer.functions[call.stage](experiences)))
         for result in results:
             if isinstance(result, StreamError):
                 raise result

@@ -3,7 +3,8 @@
 import asyncio
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from streamrl.messages import (
 from streamrl.rewards.group_filter import GroupFilter
 from streamrl.rewards.interface.completion import Completion, decode_completions, decode_rollouts
 from streamrl.rewards.reward_set import GroupRewardResult, RewardSet
-from streamrl.stream.stage_worker import StageResult
+from streamrl.stream.stage_worker import ComputeFunction, StageResult
 from streamrl.telemetry.config import RolloutConfig
 from streamrl.telemetry.rollout_log import RecordedGroup, RecordedRollout, RecordedTurn
 
@@ -364,3 +365,18 @@ def _repeat_per_rollout(columns: Columns, experience: Experience) -> Columns:
     """Return columns with an entry per rollout, from columns with an entry per episode."""
     samples = count_samples(experience.columns)
     return {name: np.repeat(column, samples) for name, column in columns.items()}
+
+
+@dataclass(frozen=True)
+class RewardStages:
+    """Compute functions of the stages of rewards or of costs, by stage name.
+
+    A function returns an error in place of a group that it cannot score.
+
+    rewards: what they score with, to be started and closed.
+    drain_recorded: returns the groups recorded since the last call.
+    """
+
+    functions: Mapping[str, ComputeFunction]
+    rewards: RewardSet
+    drain_recorded: Callable[[], Sequence[RecordedGroup]] = tuple

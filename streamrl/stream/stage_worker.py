@@ -9,14 +9,12 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from streamrl.buffer import ExperienceQueue
 from streamrl.dataflow import GREEDY_CALL
 from streamrl.errors import StreamError
 from streamrl.messages import Columns, Experience, FilteredGroup, GroupLease
 from streamrl.stream.protocols import ReadPartialRollouts, StageContext
-from streamrl.telemetry.rollout_log import RecordedGroup
 
 COMMITTED = None
 StageResult = Columns | FilteredGroup | StreamError | None
@@ -307,24 +305,3 @@ def split_batches(experiences: Sequence[Experience], size: int) -> list[Sequence
     first_attempts = [e for e in experiences if e.lease.attempt == 1]
     batches = (first_attempts[i : i + size] for i in range(0, len(first_attempts), size))
     return [*retried, *batches]
-
-
-async def _await_nothing() -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class HostedScorer:
-    """Compute functions of a scorer actor by stage name, with their life cycle.
-
-    A compute function returns an error in place of a group that it cannot score.
-
-    drain_recorded, drain_counts: return recorded groups and metric counts since the last call.
-    start, close: start and stop the models and processes that the stages need.
-    """
-
-    stages: Mapping[str, ComputeFunction]
-    drain_recorded: Callable[[], Sequence[RecordedGroup]] = tuple
-    drain_counts: Callable[[], Mapping[str, float]] = dict
-    start: Callable[[], Awaitable[Any]] = _await_nothing
-    close: Callable[[], Awaitable[None]] = _await_nothing

@@ -34,6 +34,6 @@ async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_p
     lease = GroupLease(token=1, uid=prompt.uid, stage="reward", attempt=1, expires_at=9.0)
     group = Experience(lease, 0, prompt=prompt, columns=rollouts_to_columns(rollouts))
     scorer = await RealEngineFactory().make_reward_scorer(config, REWARD_CALL.role)
-    (verdict,) = await scorer.stages[REWARD_CALL.stage]([group])
-    await scorer.close()
+    (verdict,) = await scorer.functions[REWARD_CALL.stage]([group])
+    await scorer.rewards.close()
     assert isinstance(verdict, FilteredGroup), "the only right answer came too late"

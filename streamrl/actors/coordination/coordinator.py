@@ -26,7 +26,7 @@ from streamrl.actors.coordination.run_persistence import RunPersistence
 from streamrl.actors.coordination.step_reporter import StepReporter, StepSnapshot
 from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.rank_calls import lead_scoring, make_scoring_limits
+from streamrl.actors.rank_calls import lead_scoring
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
@@ -302,7 +302,8 @@ class CoordinatorActor(PingableActor):
                     self._loop_spans,
                 ),
                 trainer.score_groups,
-                make_scoring_limits(self._config, trainer.dp_size),
+                self._config,
+                trainer.dp_size,
             )
             for trainer in self._trainers.values()
             for call in trainer.hosted_calls
