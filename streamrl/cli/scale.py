@@ -55,10 +55,12 @@ def compute_timeout_s(run_dir: Path, counts: Mapping[str, int]) -> float:
     counts: replicas by option name. Raises ConfigError if the run or a role does not exist.
     """
     config = load_config(check_run_dir(run_dir), skips_dry_run=True)
+    role_by_stage = {call.stage: call.role for call in config.dataflow.calls}
     for option in counts:
-        if OPTION_ROLES[option] not in config.dataflow.calls_by_role:
-            raise ConfigError(
-                f"--{option.replace('_', '-')}: this run has no {OPTION_ROLES[option]}"
-            )
+        if (role := OPTION_ROLES[option]) not in config.dataflow.calls_by_role:
+            # Stages of models that score are named like their roles.
+            host = role_by_stage.get(role)
+            text = f": the ranks of {host} compute it" if host else ""
+            raise ConfigError(f"--{option.replace('_', '-')}: this run has no {role}{text}")
     start_s = config.generator.start_timeout_s + START_MARGIN_S
     return PLACE_TIMEOUT_S + start_s + config.pipeline.stall_s + LEAVE_TIMEOUT_S

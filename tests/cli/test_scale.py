@@ -26,6 +26,13 @@ def test_a_stopped_run_or_an_unknown_role_is_a_one_line_error(run_dir: Path, ref
     assert error == "streamrl: --cost-value: this run has no cost_value"
 
 
+def test_a_role_that_a_trained_models_ranks_compute_is_refused_with_these(run_dir: Path, refuse):
+    config = load_config(RECIPE, ["algorithm.name=ppo"])
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    error = refuse("scale", run_dir, "--value", "2")
+    assert error == "streamrl: --value: this run has no value: the ranks of critic compute it"
+
+
 @pytest.mark.parametrize("is_done", [True, False])
 def test_the_answer_sets_the_exit_code(
     run_dir: Path, capsys: pytest.CaptureFixture[str], is_done: bool
