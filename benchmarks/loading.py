@@ -137,13 +137,18 @@ def run_rank(rank: int, world_size: int, port: int, paths: Sequence[str], way: s
     }
 
 
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
 def measure_way(
     arguments: argparse.Namespace, path: str, layout: str, way: str
 ) -> tuple[dict[str, Any], set[str]]:
     """Return the figures of a way, and the digests of the ranks' parameters."""
     share = sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) / arguments.ranks
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = find_free_port()
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(arguments.ranks, get_context("forkserver")) as pool,

@@ -12,7 +12,12 @@ from pathlib import Path
 
 from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_bytes
 from streamrl.config.device_memory import GIB, estimate_role_memory, find_gpu_shortage
-from streamrl.config.role_counts import assign_slots, count_actors, with_placement_mode
+from streamrl.config.role_counts import (
+    assign_slots,
+    count_actors,
+    count_ranks_per_replica,
+    with_placement_mode,
+)
 from streamrl.config.run_config import RunConfig, find_colocation_conflict
 from streamrl.data.pretrain_texts import load_texts
 from streamrl.data.prompt_file import LazyTokenizer, LoadedFile, PromptLimits, load_prompts
@@ -25,6 +30,7 @@ from streamrl.dataflow import (
     POLICY,
     REWARD_CALL,
     REWARD_ROLES,
+    SERVING_ROLES,
     CallKind,
     Dataflow,
     ModelCall,
@@ -33,6 +39,7 @@ from streamrl.distributed.devices import find_smallest_gpu_bytes, has_local_gpu
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.models.tensor_parallel_support import (
     check_generator_split,
+    check_trainer_split,
     explain_unloadable_split,
     has_experts,
 )
@@ -125,6 +132,7 @@ def prepare_run(
     max_length = max(train.max_prompt_tokens, *lengths, 0) + config.max_completion_tokens
     _check_micro_batch(config, max_length)
     notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
+    _check_scoring_splits(config)
     check_generator_split(config.model.path, config.generator.tensor_parallel)
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
         check_worker_memory(config, on_gpu=has_local_gpu())
@@ -151,8 +159,14 @@ def prepare_run(
 
 def _measure_model(config: RunConfig, call: ModelCall) -> int:
     """Return the bytes of the weight files from which a call's model starts."""
+    path = Path(_get_model_path(config, call))
+    return sum(file.stat().st_size for file in list_weight_files(path))
+
+
+def _get_model_path(config: RunConfig, call: ModelCall) -> str:
+    """Return the directory from which a call's model starts."""
     role = call.model_role if call.model_role in config.dataflow.trained_roles else POLICY
-    return sum(f.stat().st_size for f in list_weight_files(Path(config.get_model_path(role))))
+    return config.get_model_path(role)
 
 
 def _open_prompt_files(
@@ -213,6 +227,15 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
 
     notes = check_trained_model(path, trainer, section=section, key=key, is_served=is_policy)
     return [*notes, *_note_frozen_experts(path, trainer, section)]
+
+
+def _check_scoring_splits(config: RunConfig) -> None:
+    """Raise ConfigError if ranks cannot share the model of a reference or shadow critic."""
+    for role, (call, *_) in config.dataflow.calls_by_role.items():
+        if count_ranks_per_replica(config, role) > 1:
+            section = SERVING_ROLES[role].ranks.rpartition(".")[0]
+            path, ranks = _get_model_path(config, call), config.get_ranks_config(call)
+            check_trainer_split(path, ranks, section=section)
 
 
 def list_placement_options(

@@ -415,11 +415,20 @@ def _iter_critic_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Yield the rules on references, scoring models and the way of weights to generators."""
     columns = list_required_columns(config.algorithm.spec, config.algorithm_settings)
-    yield (
-        config.reference.every and "ref_logprobs" not in columns,
-        "reference.every",
+    unused = (
         f"{config.algorithm.name} with algorithm.kl_coef={config.algorithm.kl_coef} uses no"
-        " reference",
+        " reference"
+    )
+    yield config.reference.every and "ref_logprobs" not in columns, "reference.every", unused
+    is_hosted = REFERENCE_CALL.role in config.hosts and "ref_logprobs" in columns
+    yield (
+        config.reference.world_size > 1
+        and REFERENCE_CALL.role not in config.dataflow.calls_by_role,
+        "reference.world_size",
+        "has no effect: below the adapters the policy's ranks have the reference. Set"
+        " reference.replicas=1"
+        if is_hosted
+        else unused,
     )
     yield (
         config.reference.decay and config.trainer.lora_rank,

@@ -326,7 +326,7 @@ class CriticConfig:
             (vars(self)[key] != vars(default)[key], key, needs) for key in keys
         ]
         is_idle = not self.replicas and self.shadow != ShadowConfig()
-        conflicts.append((is_idle, "shadow", f"has no effect: critic.replicas={self.replicas}"))
+        conflicts.append((is_idle, "replicas", "must be at least 1 if critic.shadow is set"))
         check_conflicts(self, conflicts, "critic.")
 
 

@@ -39,6 +39,11 @@ LONG = {
     "loading": ("model_mib", "fsdp2/shards/*", "fsdp2/whole/*", "zero3/shards/*", "zero3/whole/*"),
     "memory": ("counted/qwen2.5-7b/*", "measured/*"),
     "published.nemo_fit": ("steps/*", "squares"),
+    "role_memory": tuple(
+        f"{role}/{figure}"
+        for role in ("policy", "critic", "reference", "reward")
+        for figure in ("loaded", "scored", "parameters")
+    ),
     "overlap": (
         *("empty/call_s", "empty/max_staleness_1/step_per_call", "*/max_staleness_1/step_s"),
         *("sleeps/max_staleness_1/busy_s/generate", "*/step_s_mean", "*/tokens_per_s"),
@@ -119,6 +124,7 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
     "planner": {"gap/*/plan_gap": (-math.inf, 1)},
     "resharding": {"ways/*/bit_exact": (1, 1)},
     "rewards": {"*/pass_rate": (1, 1)},
+    "role_memory": {"*/parameters": (0.99, 1.1)},
     "schedule": {"errors/*/error": (-1, 1)},
 }
 """Least and largest values of figures, by patterns of their paths; truth counts as 1."""

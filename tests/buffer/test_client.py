@@ -13,7 +13,7 @@ from streamrl.buffer import ExperienceQueue, QueueShard
 from streamrl.buffer.encoding import LARGE_BLOB_BYTES
 from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns, FilteredGroup
-from tests.buffer.clients import UIDS, finish, lease, local_shards, queue_of, take_all
+from tests.buffer.clients import UIDS, do, finish, lease, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
 from tests.fake_shards import CALL_S
 from tests.virtual_time import in_virtual_time
@@ -214,6 +214,23 @@ async def test_lost_leases_are_reported_once_and_not_returned():
     assert pending.uid in lost and lost <= set(taken_uids) and len(lost) > 1
     assert await queue.renew_leases() == []
     assert not await lease(queue, "generate", 2)
+
+
+@in_virtual_time
+async def test_ranks_read_groups_that_their_leader_leased_unless_the_lease_is_lost():
+    shards = local_shards(2)
+    leader, rank = ExperienceQueue(shards, "leader"), ExperienceQueue(shards, "rank")
+    await leader.insert_prompts([prompt(uid) for uid in UIDS[:4]], 0)
+    await do(leader, "generate", rollouts())
+    leases = [group.lease for group in await take_all(leader, "reward")]
+    assert len({leader.get_shard_index(lease.uid) for lease in leases}) == 2
+    await asyncio.sleep(8.0)
+    assert await shards[0].shard.renew_leases(leases) is not None
+    kept = [lease for lease in leases if leader.get_shard_index(lease.uid) == 0]
+    await asyncio.sleep(8.0)
+    groups = await rank.read_leased(leases, ("token_ids", "lengths"))
+    assert sorted(groups, key=str) == sorted(kept, key=str)
+    assert all(set(columns) == {"token_ids", "lengths"} for columns in groups.values())
 
 
 @in_virtual_time

@@ -28,7 +28,7 @@ from streamrl.config.run_config import RunConfig, load_config
 from streamrl.engines.memory import memory_model
 from streamrl.engines.memory.memory_model import measure_training_sizes
 from streamrl.engines.models.forward import load_skeleton
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import ReferenceConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import rollouts_to_columns
 from streamrl.placement.resource_demand import ClusterCapacity, choose_mode
@@ -171,6 +171,18 @@ def test_a_tensor_parallel_generator_demands_a_device_per_process(run: ToyRun):
         assert not isinstance(demands, str), demands
         values_by_role = {demand.role: getattr(demand, key) for demand in demands}
         assert (values_by_role["generator"], values_by_role["trainer"]) == (2, 1)
+
+
+def test_ranks_that_cannot_split_a_scoring_model_are_refused(run: ToyRun):
+    # The toy has two heads.
+    layouts = {
+        "tensor_parallel": "reference.tensor_parallel=4: ",
+        "sequence_parallel": "reference.sequence_parallel=4: ",
+    }
+    for key, message in layouts.items():
+        layout = ReferenceConfig(world_size=4, **{key: 4})
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            prepare_run(replace(run[0], reference=layout))
 
 
 def test_a_generator_inside_trainer_ranks_demands_no_devices(run: ToyRun):

@@ -285,6 +285,17 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ("weights.publish_every=3", "weights.publish_every=3: .*pipeline.max_staleness=1"),
         ("reference.every=2", "reference.every=2: .*uses no reference"),
         ("reference.decay=0.5", "reference.decay=0.5: .*reference.every=0"),
+        ("reference.world_size=2", "reference.world_size=2: .*uses no reference"),
+        ("reference={world_size: 3, tensor_parallel: 2}", "reference.tensor_parallel=2: must divi"),
+        (
+            "reference={world_size: 4, tensor_parallel: 2, sequence_parallel: 4}",
+            "reference.sequence_parallel=4: times tensor_parallel=2 must divide world_size=4",
+        ),
+        (
+            "critic.shadow={world_size: 2, sequence_parallel: 3}",
+            "critic.shadow.sequence_parallel=3: times tensor_parallel=1 must divide world_size=2",
+        ),
+        ("critic.shadow.world_size=2", "critic.replicas=0: must be at least 1 if critic.shadow is"),
         ("placement={memory_mb: 500, mode: disaggregated}", "memory_mb=500.* has no effect"),
         ("justaword", "'justaword': write an override as key=value"),
     ],
@@ -295,6 +306,13 @@ def test_an_invalid_setting_is_one_line_with_key_value_and_rule(
     with pytest.raises(ConfigError, match=message) as error:
         load_config(recipe, [override])
     assert "\n" not in str(error.value)
+
+
+def test_ranks_of_a_reference_below_the_policys_adapters_are_refused(recipe: Path):
+    overrides = ["algorithm.kl_coef=0.1", "trainer.lora_rank=2", "reference.world_size=2"]
+    with pytest.raises(ConfigError, match=r"no effect: below the .* Set reference\.replicas=1"):
+        load_config(recipe, overrides)
+    load_config(recipe, [*overrides, "reference.replicas=1"])
 
 
 FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine", "trainer.lr_min=1e-4"]

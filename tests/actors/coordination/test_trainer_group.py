@@ -14,9 +14,10 @@ from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import ScheduledRound
-from streamrl.dataflow import POLICY
+from streamrl.dataflow import CRITIC, POLICY
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
+from streamrl.messages import Experience, GroupLease
 from streamrl.weights import WeightManifest, WeightsConfig
 from tests.actors.fakes import make_config
 from tests.virtual_time import in_virtual_time
@@ -49,6 +50,7 @@ class Rank:
 def group(
     ranks: list[Rank],
     *,
+    role: str = POLICY,
     zero_stage: int = 1,
     algorithm: AlgorithmConfig | None = None,
     **trainer: Any,
@@ -59,7 +61,7 @@ def group(
         algorithm=algorithm or AlgorithmConfig(),
     )
     names = [f"trainer-{i}" for i in range(len(ranks))]
-    actors = RoleActors(config.dataflow.calls_by_role[POLICY], names, ranks)
+    actors = RoleActors(config.dataflow.calls_by_role[role], names, ranks)
     return TrainerGroup(actors, config)
 
 
@@ -146,3 +148,26 @@ async def test_logprobs_are_precomputed_in_the_first_of_several_epochs(
     await trainer.plan_step(["a", "b"], rounds)
     planned = [call[1] for rank in ranks for call in rank.calls["plan_step"]]
     assert planned == ([[picks] for picks in micro_batches] if recomputes else [])
+
+
+@pytest.mark.parametrize(("mini_batches", "waits"), [(1, False), (2, True)])
+@in_virtual_time
+async def test_ranks_score_no_group_between_two_updates_of_a_step(mini_batches: int, waits: bool):
+    ranks = [Rank(), Rank()]
+    for rank in ranks:
+        rank.replies["update"] = {}
+    algorithm = AlgorithmConfig(name="ppo", mini_batches=mini_batches)
+    trainer = group(ranks, role=CRITIC, algorithm=algorithm)
+    trainer.begin_step(0, {})
+    lease = GroupLease(1, "0:0:0", "value", 1, 10.0)
+    await trainer.apply_update({})
+    scoring = asyncio.create_task(trainer.score_groups("value", [Experience(lease, 0)]))
+    await asyncio.sleep(2.5)
+    assert scoring.done() is not waits
+    for _ in range(mini_batches - 1):
+        await trainer.train_round(((), ()), epoch=0)
+        await trainer.apply_update({})
+    await scoring
+    last = max(i for i, line in enumerate(ranks[0].log) if line == "update ends")
+    assert ranks[0].log.index("score_groups begins") > last
+    assert [rank.calls["score_groups"] for rank in ranks] == [[("value", [lease])], [("value", [])]]
