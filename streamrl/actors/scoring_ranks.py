@@ -1,7 +1,6 @@
 """Ranks that score groups with a model: those of a scorer's replica, and those that train it."""
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.rank_calls import RankCalls, lead_scoring
 from streamrl.actors.replica import ReplicaActor
-from streamrl.actors.transport.ray_calls import find_rendezvous
+from streamrl.actors.transport.ray_calls import find_rendezvous, set_rendezvous
 from streamrl.dataflow import SEQUENCE_COLUMNS, ModelCall
 from streamrl.engines.trainer_config import LOAD_TIMEOUT_S
 from streamrl.errors import ActorLostError, DeadlineError, RankLostError
@@ -77,14 +76,18 @@ class ScoringRankActor(PingableActor):
     """Actor of a rank of a model that only scores; another one, `ModelScorerActor`, leads it."""
 
     async def start_rank(
-        self, context: ActorContext, calls: Sequence[ModelCall], rank: int, name: str, address: str
+        self,
+        context: ActorContext,
+        calls: Sequence[ModelCall],
+        rank: int,
+        name: str,
+        rendezvous: tuple[str, int],
     ) -> None:
-        """Load this rank's part of the model. address: host and port where all ranks meet."""
+        """Load this rank's part of the model. rendezvous: host and port where all ranks meet."""
         record_crash_stacks(context.run_dir, name)
         self._thread = ThreadPoolExecutor(1, "scorer")
         self._full: Mapping[str, Tensor] | None = None
-        host, _, port = address.rpartition(":")
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, port
+        set_rendezvous(*rendezvous)
         config = context.config
         self._model: ModelRank = await self._run_in_thread(
             context.engines.make_scoring_rank, config, context.max_length, rank, calls[0]
@@ -140,8 +143,8 @@ class ModelScorerActor(ScoringRankActor, ReplicaActor):
         actors = [ray.get_runtime_context().current_actor, *peers]
         ranks_config = config.get_ranks_config(calls[0])
         self._ranks = RankCalls(names, actors, ranks_config, is_collective=bool(peers))
-        address = "{}:{}".format(*find_rendezvous())
-        starts = [(context, calls, rank, names[rank], address) for rank in range(len(actors))]
+        rendezvous = find_rendezvous()
+        starts = [(context, calls, rank, name, rendezvous) for rank, name in enumerate(names)]
         await self._ranks.call_each_rank("start_rank", starts, LOAD_TIMEOUT_S)
 
     async def run(self) -> None:

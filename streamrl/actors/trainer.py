@@ -4,7 +4,6 @@ Imports of torch happen inside functions: a process that only holds a handle loa
 """
 
 import asyncio
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from streamrl.actors.actor_context import ActorContext, ActorReport
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.scoring_ranks import GroupScorer
 from streamrl.actors.shared_weights import SharedWeights
-from streamrl.actors.transport.ray_calls import find_rendezvous
+from streamrl.actors.transport.ray_calls import find_rendezvous, set_rendezvous
 from streamrl.algorithms import list_derivation_columns
 from streamrl.buffer.micro_batch_schedule import MicroBatch, RolloutIndex
 from streamrl.dataflow import EMA_REFERENCE, POLICY, ModelCall
@@ -138,10 +137,7 @@ class TrainerActor(PingableActor):
         if self._shared_weights is not None and self._config.placement.memory_mb is not None:
             release_large_blocks_eagerly()
         self._max_length = context.max_length
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = (
-            rendezvous.address,
-            str(rendezvous.port),
-        )
+        set_rendezvous(rendezvous.address, rendezvous.port)
         make_trainer = context.engines.make_trainer
         self._trainer = await self._run_in_thread(
             make_trainer, context.config, self._max_length, rank, self._role

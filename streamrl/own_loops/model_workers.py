@@ -9,7 +9,6 @@ result does not depend on the number of ranks.
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from streamrl.actors.coordination.trainer_group import ParallelTrainer
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check, prove_rank_files, run_saves
+from streamrl.actors.transport.ray_calls import set_rendezvous
 from streamrl.algorithms import (
     list_derivation_columns,
     list_required_columns,
@@ -272,7 +272,7 @@ class TrainedWorker:
                 f"trainer.tensor_parallel={tensor_parallel}: the mesh of the {role} must be"
                 f" RankGrid(1, {tensor_parallel}, {trainer_config.fsdp_size})"
             )
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = context.address, str(context.port)
+        set_rendezvous(context.address, context.port)
         self._trainer = RankTrainer(role, config, max_length, context.rank)
         self._version = 0
 

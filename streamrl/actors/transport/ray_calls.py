@@ -115,6 +115,11 @@ def find_rendezvous() -> tuple[str, int]:
     )
 
 
+def set_rendezvous(address: str, port: int) -> None:
+    """Let this process, a rank of a model, meet the others at the address of rank 0."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+
+
 async def gather_replies(*replies: Awaitable[Any]) -> list[Any]:
     """Await the replies of actors that work together; raise the first error.
 
