@@ -10,6 +10,7 @@ import torch
 from streamrl.actors.launch.ray_cluster import get_object_store_bytes
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.config.device_memory import load_role_skeleton
+from streamrl.config.role_counts import count_ranks_per_replica
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY
 from streamrl.engines.dtypes import resolve_trainer_dtype
@@ -240,7 +241,9 @@ def _list_published_models(
         if is_hybrid and demand.role == GENERATE_CALL.role:
             continue
         for role in {call.followed_role for call in demand.calls if call.followed_role}:
-            followers[role] += demand.count
+            # Of a copy's ranks, only the leader receives versions.
+            ranks = count_ranks_per_replica(config, demand.calls[0].role)
+            followers[role] += demand.count // ranks
     sizes = {}
     for role in config.dataflow.trained_roles:
         if role not in config.dataflow.followed_roles:

@@ -80,6 +80,10 @@ PPO = ["algorithm.name=ppo", "critic.replicas=3"]
             [*PPO, "trainer.lora_rank=4", "critic.trainer.lora_rank=2"],
             {"policy": (4 * 4 * ENDS, 1), "critic": (4 * (2 * ENDS + VALUE_HEAD), 3)},
         ),
+        (
+            [*PPO, "critic.shadow.world_size=2"],
+            {"policy": (4 * WHOLE, 1), "critic": (4 * (WHOLE + VALUE_HEAD), 3)},
+        ),
         ([*PPO, "critic.shared_coef=0.5"], {"policy": (4 * (WHOLE + VALUE_HEAD), 1 + 3)}),
     ],
 )
