@@ -17,7 +17,7 @@ from streamrl.engines.vllm.rank_groups import make_rank_group
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
 from streamrl.rewards.group_filter import build_group_filter
-from streamrl.rewards.interface.reward import RewardContext
+from streamrl.rewards.interface.reward import RewardContext, RowFunction
 from streamrl.rewards.registry import build_rewards
 from streamrl.rewards.reward_scorer import RewardScorer, RewardStages, score_costs
 from streamrl.rewards.reward_set import COSTS
@@ -62,17 +62,22 @@ class RealEngineFactory:
             peer: PeerRank = await module.PeerRank.start(spec)
             return peer
 
-    async def make_reward_scorer(self, config: RunConfig, role: str) -> RewardStages:
-        """Build and start the rewards, or the costs; rules need no torch."""
+    async def make_reward_scorer(
+        self, config: RunConfig, role: str, compute_logits: RowFunction | None = None
+    ) -> RewardStages:
+        """Build and start the rewards, or the costs; rules need no torch.
+
+        compute_logits: as in `RewardContext`.
+        """
         with pause_gc():
-            stages = _make_reward_stages(config, role)
+            stages = _make_reward_stages(config, role, compute_logits)
             await stages.rewards.start()
             return stages
 
     def make_scoring_rank(
         self, config: RunConfig, max_length: int, rank: int, call: ModelCall
     ) -> "ModelRank":
-        """Load a rank of a model that only scores: the reference, or a shadow critic."""
+        """Load a rank of a model that only scores: reference, shadow critic or reward model."""
         check_assigned_device()
         with pause_gc():
             from streamrl.actors.model_engines import make_scoring_rank
@@ -121,9 +126,11 @@ def check_assigned_device() -> None:
     check_device(assigned_gpus=len(ray.get_gpu_ids()) if ray.is_initialized() else 0)
 
 
-def _make_reward_stages(config: RunConfig, role: str) -> RewardStages:
+def _make_reward_stages(
+    config: RunConfig, role: str, compute_logits: RowFunction | None
+) -> RewardStages:
     context, tokenizer = (
-        RewardContext(config.scorer, config.sandbox),
+        RewardContext(config.scorer, config.sandbox, compute_logits),
         load_tokenizer(config.model.path),
     )
     if role == COST_CALL.role:

@@ -16,6 +16,7 @@ from streamrl.engines.training.tasks import (
     TwoHeadedTask,
 )
 from streamrl.files.hf_config import read_model_length
+from streamrl.rewards.kinds.model import load_rank
 
 
 def make_model_trainer(config: RunConfig, max_length: int, rank: int, role: str) -> ModelTrainer:
@@ -62,7 +63,9 @@ def _make_pretraining(config: RunConfig) -> PretrainingLoss:
 
 
 def make_scoring_rank(config: RunConfig, max_length: int, rank: int, call: ModelCall) -> ModelRank:
-    """Make a rank of a model that only scores: the reference, or a shadow critic."""
+    """Make a rank of a model that only scores: reference, shadow critic or split reward model."""
+    if split := config.find_split_reward(call.role):
+        return load_rank(split, rank)
     ranks = config.get_ranks_config(call)
     options = ModelLoadOptions(ranks.attention, max_length, config.scorer.offload)
     spec, settings, clip = (

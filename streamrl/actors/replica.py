@@ -1,4 +1,4 @@
-"""Scorer actors, and the base of all replicas: run stage loops, and follow a model's weights.
+"""Base of all replicas: run stage loops, and follow a model's weights.
 
 Replicas join and leave during a run. They hold no state that a restart would lose.
 """
@@ -8,19 +8,15 @@ import os
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from streamrl.actors.actor_context import ActorContext, ActorReport
+from streamrl.actors.actor_context import ActorContext
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor
-from streamrl.dataflow import EMA_REFERENCE, REWARD_CALL, ModelCall
-from streamrl.errors import ActorLostError
-from streamrl.messages import Experience
-from streamrl.pipeline import ScoringLimits, follow_weights, score_groups
-from streamrl.rewards.reward_scorer import RewardStages
+from streamrl.dataflow import EMA_REFERENCE, ModelCall
+from streamrl.pipeline import follow_weights
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import StageContext
-from streamrl.stream.stage_worker import StageResult
 from streamrl.user_code.service_gate import Outage, list_outages
 from streamrl.weights import ServedVersion, TransportReader, WeightManifest
 from streamrl.weights.versions import FetchedWeights, FollowerProtocol, FollowerState
@@ -157,43 +153,3 @@ class ReplicaActor(PingableActor):
         """
         served = self._served_version
         return -1 if served is None else await served.wait_for_version(0)
-
-
-class RewardActor(ReplicaActor):
-    """Actor that hosts the rewards or the costs and runs the loops of their stages."""
-
-    def __init__(self) -> None:
-        self._scorer: RewardStages | None = None
-
-    async def start(self, context: ActorContext, replica: int, calls: Sequence[ModelCall]) -> None:
-        self._config = context.config
-        self._calls = calls
-        role = calls[0].role
-        self._join_stream(context, calls, f"{role}-{replica}", follows=None)
-        self._scorer = await context.engines.make_reward_scorer(context.config, role)
-
-    async def run(self) -> None:
-        """Lease groups, score them and commit the results until the run ends or a drain begins."""
-        scorer, batch = self._scorer, self._config.scorer.max_groups
-        assert scorer is not None
-        loops = []
-        for stage, call in zip(self._stages, self._calls, strict=True):
-            limits = ScoringLimits(call.needs, 2 * batch, batch)
-            loops.append(score_groups(stage, scorer.functions[stage.name], limits))
-        try:
-            await self._run_loops(loops, None)
-        finally:
-            await scorer.rewards.close()
-
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        """Score the rewards of an evaluation, whose groups are not in the queue."""
-        if self._scorer is None:
-            raise ActorLostError("this scorer died and has not restarted yet")
-        return await self._scorer.functions[REWARD_CALL.stage](experiences)
-
-    async def collect_report(self) -> ActorReport:
-        if self._scorer is None:
-            return ActorReport("", ())
-        spans = self._stages[0].spans
-        recorded, counts = self._scorer.drain_recorded(), self._scorer.rewards.drain_counts()
-        return ActorReport(spans.process, spans.drain_spans(), recorded, counts=counts)

@@ -16,12 +16,15 @@ from streamrl.actors.liveness import PingableActor
 from streamrl.actors.rank_calls import RankCalls, lead_scoring
 from streamrl.actors.replica import ReplicaActor
 from streamrl.actors.transport.ray_calls import find_rendezvous, set_rendezvous
-from streamrl.dataflow import SEQUENCE_COLUMNS, ModelCall
+from streamrl.dataflow import REWARD_CALL, SEQUENCE_COLUMNS, ModelCall
 from streamrl.engines.trainer_config import LOAD_TIMEOUT_S
-from streamrl.errors import ActorLostError, DeadlineError, RankLostError
+from streamrl.errors import ActorLostError, DeadlineError, RankLostError, StreamError
 from streamrl.messages import Array, Columns, Experience, GroupLease
+from streamrl.pipeline import ScoringLimits, score_groups
+from streamrl.rewards.reward_scorer import RewardStages
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.protocols import StageContext
+from streamrl.stream.stage_worker import StageResult
 from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
@@ -104,6 +107,11 @@ class ScoringRankActor(PingableActor):
     async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
         await self._scorers[stage].score(leases)
 
+    async def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Compute a reward model's logit of each row of token ids; all ranks must call."""
+        logits: list[float] = await self._run_in_thread(self._model.compute_logits, rows)
+        return logits
+
     async def copy_weights(self) -> None:
         """Take this rank's part of the version that rank 0 has; all ranks must call."""
         full, self._full = self._full, None
@@ -117,12 +125,39 @@ class ScoringRankActor(PingableActor):
         return await loop.run_in_executor(self._thread, function, *arguments)
 
 
-class ModelScorerActor(ScoringRankActor, ReplicaActor):
-    """Actor that leads the ranks of a copy of a model: leases groups and has the ranks score them.
+class LeadingRankActor(ScoringRankActor, ReplicaActor):
+    """Base class of actors that lead the ranks of a copy of a model.
 
-    It is rank 0 itself and owns the other ranks' actors: they end with this process, which ends if
-    one of them is lost, so that a restart begins with all ranks.
+    The leader is rank 0 itself and owns the other ranks' actors: they end with this process, which
+    ends if one of them is lost, so that a restart begins with all ranks.
     """
+
+    async def _start_ranks(
+        self,
+        context: ActorContext,
+        calls: Sequence[ModelCall],
+        peer_options: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Start all ranks. peer_options: Ray options of the actors of ranks 1 and up."""
+        peers = [
+            ray.remote(ScoringRankActor).options(**options).remote() for options in peer_options
+        ]
+        names = [self._name, *(f"{self._name}/{rank}" for rank in range(1, len(peers) + 1))]
+        actors = [ray.get_runtime_context().current_actor, *peers]
+        ranks_config = context.config.get_ranks_config(calls[0])
+        self._ranks = RankCalls(names, actors, ranks_config, is_collective=bool(peers))
+        rendezvous = find_rendezvous()
+        starts = [(context, calls, rank, name, rendezvous) for rank, name in enumerate(names)]
+        await self._ranks.call_each_rank("start_rank", starts, LOAD_TIMEOUT_S)
+
+    async def _end_with_ranks(self, error: Exception) -> Any:
+        """End this process, and with it all ranks: their process group is broken."""
+        sys.stderr.write(f"{self._name}: its ranks are lost: {error}\n")
+        await self.crash_process()
+
+
+class ModelScorerActor(LeadingRankActor):
+    """Actor that leases groups and has the ranks of a copy of a model score them."""
 
     async def start(
         self,
@@ -136,16 +171,7 @@ class ModelScorerActor(ScoringRankActor, ReplicaActor):
         name = f"{role}-{replica}"
         self._config = config
         self._join_stream(context, calls, name, follows=follows)
-        peers = [
-            ray.remote(ScoringRankActor).options(**options).remote() for options in peer_options
-        ]
-        names = [name, *(f"{name}/{rank}" for rank in range(1, len(peers) + 1))]
-        actors = [ray.get_runtime_context().current_actor, *peers]
-        ranks_config = config.get_ranks_config(calls[0])
-        self._ranks = RankCalls(names, actors, ranks_config, is_collective=bool(peers))
-        rendezvous = find_rendezvous()
-        starts = [(context, calls, rank, name, rendezvous) for rank, name in enumerate(names)]
-        await self._ranks.call_each_rank("start_rank", starts, LOAD_TIMEOUT_S)
+        await self._start_ranks(context, calls, peer_options)
 
     async def run(self) -> None:
         """Lease groups and have them scored until the run ends or a drain begins."""
@@ -180,7 +206,78 @@ class ModelScorerActor(ScoringRankActor, ReplicaActor):
         reports = await self._ranks.call_ranks("drain_spans")
         return replace(reports[0], spans=[span for report in reports for span in report.spans])
 
-    async def _end_with_ranks(self, error: Exception) -> None:
-        """End this process, and with it all ranks: their process group is broken."""
-        sys.stderr.write(f"{self._name}: its ranks are lost: {error}\n")
-        await self.crash_process()
+
+class RewardActor(LeadingRankActor):
+    """Actor that hosts the rewards or the costs and runs the loops of their stages.
+
+    It leads the ranks of a reward model that is split; another model is whole in its process.
+    """
+
+    def __init__(self) -> None:
+        self._scorer: RewardStages | None = None
+
+    async def start(
+        self,
+        context: ActorContext,
+        replica: int,
+        calls: Sequence[ModelCall],
+        peer_options: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Start the rewards. peer_options: as in `ModelScorerActor`."""
+        self._config = context.config
+        self._calls = calls
+        role = calls[0].role
+        self._join_stream(context, calls, f"{role}-{replica}", follows=None)
+        compute_logits = None
+        if peer_options:
+            await self._start_ranks(context, calls, peer_options)
+            compute_logits = self._compute_on_ranks
+        self._scorer = await context.engines.make_reward_scorer(
+            context.config, role, compute_logits
+        )
+
+    async def _compute_on_ranks(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Return the logit of each row of token ids."""
+        # The deadline of a reward ends its wait only: a pass ends on all ranks, or they end.
+        self._pass = asyncio.ensure_future(self._run_pass(rows))
+        return await asyncio.shield(self._pass)
+
+    async def _run_pass(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Deal the rows to the data-parallel ranks in turn; return their logits in order."""
+        size, dp_ranks = self._ranks.dp_size, self._ranks.dp_ranks
+        shares = [(rows[dp_rank::size],) for dp_rank in dp_ranks]
+        try:
+            async with self._ranks.exclude_others():
+                replies = await self._ranks.call_each_rank("compute_logits", shares)
+        except StreamError as error:  # Of any kind: other ranks may still wait for the failed one.
+            replies = await self._end_with_ranks(error)
+        logits = [0.0] * len(rows)
+        for dp_rank, reply in zip(dp_ranks, replies, strict=True):
+            logits[dp_rank::size] = reply
+        return logits
+
+    async def run(self) -> None:
+        """Lease groups, score them and commit the results until the run ends or a drain begins."""
+        scorer, batch = self._scorer, self._config.scorer.max_groups
+        assert scorer is not None
+        loops = []
+        for stage, call in zip(self._stages, self._calls, strict=True):
+            limits = ScoringLimits(call.needs, 2 * batch, batch)
+            loops.append(score_groups(stage, scorer.functions[stage.name], limits))
+        try:
+            await self._run_loops(loops, None)
+        finally:
+            await scorer.rewards.close()
+
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[StageResult]:
+        """Score the rewards of an evaluation, whose groups are not in the queue."""
+        if self._scorer is None:
+            raise ActorLostError("this scorer died and has not restarted yet")
+        return await self._scorer.functions[REWARD_CALL.stage](experiences)
+
+    async def collect_report(self) -> ActorReport:
+        if self._scorer is None:
+            return ActorReport("", ())
+        spans = self._stages[0].spans
+        recorded, counts = self._scorer.drain_recorded(), self._scorer.rewards.drain_counts()
+        return ActorReport(spans.process, spans.drain_spans(), recorded, counts=counts)

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.config.role_counts import assign_slots
+from streamrl.config.role_counts import assign_slots, count_ranks_per_replica
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CRITIC_ROLES, GENERATE_CALL, POLICY, SERVING_ROLES
 from streamrl.engines.memory.training_memory import (
@@ -84,8 +84,8 @@ def _list_needs(config: RunConfig, model_bytes: Mapping[str, int], gpu_bytes: in
         elif role != GENERATE_CALL.role and num_bytes:
             held = CUDA_CONTEXT_BYTES + _count_scorer_bytes(config, role, num_bytes)
             remedy = "scorer.offload=true"
-            if ranks := SERVING_ROLES[role].ranks:
-                remedy += f" or a larger {ranks}"
+            ranks = SERVING_ROLES[role].ranks or "world_size of the reward model"
+            remedy += f" or a larger {ranks}"
             needs.append(GpuNeed(role, held, remedy=remedy))
     return needs
 
@@ -95,7 +95,8 @@ def _count_scorer_bytes(config: RunConfig, role: str, num_bytes: int) -> int:
     if config.scorer.offload:
         return 0
     if SERVING_ROLES[role].is_reward:
-        return num_bytes // 2  # may be stored in float32, and loads in bfloat16
+        # The files may be in float32, and load in bfloat16.
+        return num_bytes // 2 // count_ranks_per_replica(config, role)
     call = config.dataflow.calls_by_role[role][0]
     followed = call.followed_role if call.followed_role in CRITIC_ROLES else POLICY
     ranks = config.get_ranks_config(call)

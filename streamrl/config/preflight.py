@@ -359,7 +359,7 @@ def list_resource_demands(
 def _count_shards(config: RunConfig, call: ModelCall) -> int:
     """Return over how many ranks the model of a call is sharded."""
     if call.kind is CallKind.GENERATE or call.role in REWARD_ROLES:
-        return 1
+        return count_ranks_per_replica(config, call.role)
     ranks = config.get_ranks_config(call)
     return ranks.world_size if ranks.has_sharded_params else 1
 

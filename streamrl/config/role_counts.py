@@ -29,7 +29,8 @@ def count_actors(config: RunConfig) -> dict[str, tuple[str, int]]:
     counts: dict[str, tuple[str, int]] = {}
     for role, facts in SERVING_ROLES.items():
         ranks = count_ranks_per_replica(config, role)
-        setting = f"{facts.replicas} * {facts.ranks}" if ranks > 1 else facts.replicas
+        times = f" * {facts.ranks or 'the world_size of its model'}" * (ranks > 1)
+        setting = f"{facts.replicas}{times}"
         counts[role] = setting, count_replicas(config, role) * ranks
     counts[POLICY] = ("trainer.world_size", config.trainer.world_size)
     if config.placement.is_hybrid:
@@ -47,6 +48,8 @@ def count_replicas(config: RunConfig, role: str) -> int:
 
 def count_ranks_per_replica(config: RunConfig, role: str) -> int:
     """Return the number of actors that hold a copy of a serving role's model together."""
+    if split := config.find_split_reward(role):
+        return split.options.world_size
     setting = SERVING_ROLES[role].ranks if role in SERVING_ROLES else ""
     ranks: int = attrgetter(setting)(config) if setting else 1
     return ranks

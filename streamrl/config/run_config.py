@@ -65,8 +65,10 @@ from streamrl.rewards.interface.config import (
     SandboxConfig,
     ScorerConfig,
 )
+from streamrl.rewards.interface.reward import RewardContext, RewardSpec
+from streamrl.rewards.kinds.model import ModelOptions
 from streamrl.rewards.kinds.rules import ENVIRONMENT_KIND
-from streamrl.rewards.registry import check_options
+from streamrl.rewards.registry import check_options, find_split_model
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
 from streamrl.run_dir.run_config_file import check_run_dir
@@ -301,9 +303,17 @@ class RunConfig(ConfigSections):
         """Return the settings of the ranks that hold the model of a call, trained or not."""
         if call.role in self.dataflow.trained_roles:
             return self.get_trainer_config(call.role)
+        if split := self.find_split_reward(call.role):
+            return split.options.to_ranks_config()
         layout = self.reference if call.role == REFERENCE_CALL.role else self.critic.shadow
         followed = call.followed_role if call.followed_role in CRITIC_ROLES else POLICY
         return layout.to_trainer_config(self.get_trainer_config(followed))
+
+    def find_split_reward(self, role: str) -> RewardSpec[ModelOptions] | None:
+        """Return a role's reward or cost whose model several ranks hold; None if there is none."""
+        entries = {REWARD_CALL.role: self.rewards, COST_CALL.role: self.costs}.get(role, ())
+        score_spec = COSTS if role == COST_CALL.role else REWARDS
+        return find_split_model(entries, score_spec, RewardContext(self.scorer, self.sandbox))
 
     def get_model_path(self, role: str) -> str:
         """Return the model directory from which a trained role, policy or critic, starts."""

@@ -557,13 +557,15 @@ class ScorerWorker:
             raise ConfigError(f"ScorerWorker: role={role}: must be one of {', '.join(roles)}")
         self._role, self._config = role, config
         self._loop, engines = asyncio.Runner(), RealEngineFactory()
+        rule = "each worker of an own loop holds a whole model"
         if role in REWARD_ROLES:
+            if split := config.find_split_reward(role):
+                raise ConfigError(f"{split.key}.world_size={split.options.world_size}: {rule}")
             self._scorer = self._loop.run(engines.make_reward_scorer(config, role))
         else:
             (call,) = self._calls
             key = "reference" if role == REFERENCE_CALL.role else "critic.shadow"
             is_split = config.get_ranks_config(call).world_size > 1
-            rule = "each worker of an own loop holds a whole model"
             check_conflicts(config, [(is_split, f"{key}.world_size", rule)])
             self._model = engines.make_scoring_rank(config, max_length, 0, call)
 

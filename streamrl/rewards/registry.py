@@ -54,6 +54,7 @@ class RewardKind:
     can_use_devices: bool = False
 
 
+MODEL = "model"
 REWARD_KINDS: Mapping[str, RewardKind] = {
     "exact": RewardKind(
         "1 if the answer equals the ground truth as text", PatternOptions, build_exact_reward
@@ -101,7 +102,7 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         FunctionReward,
         can_use_devices=True,
     ),
-    "model": RewardKind(
+    MODEL: RewardKind(
         "score of a sequence-classification model for prompt and completion",
         ModelOptions,
         ModelReward,
@@ -167,6 +168,29 @@ def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> Non
     """Raise ConfigError for unknown kinds and invalid options, without loading files or models."""
     for i, config in enumerate(configs):
         _read_options(config, f"{score_spec.section}[{i}]")
+    find_split_model(configs, score_spec)
+
+
+def find_split_model(
+    configs: Sequence[RewardConfig], score_spec: ScoreSpec, context: RewardContext | None = None
+) -> RewardSpec[ModelOptions] | None:
+    """Return the reward whose model several ranks of the scorer hold; None if there is none.
+
+    Raises ConfigError for another model beside it, since a process belongs to one group of ranks.
+    """
+    context, models = context or RewardContext(), []
+    for i, config in enumerate(configs):
+        if config.kind == MODEL:
+            key = f"{score_spec.section}[{i}]"
+            options: ModelOptions = _read_options(config, key)
+            models.append(RewardSpec(config.component_name, options, context, key))
+    split = next((spec for spec in models if spec.options.world_size > 1), None)
+    if split is not None and len(models) > 1:
+        raise ConfigError(
+            f"{split.key}.world_size={split.options.world_size}: a model on several ranks must be"
+            f" the only entry of kind {MODEL} in {score_spec.section}"
+        )
+    return split
 
 
 def _check_entry(config: RewardConfig, key: str, score_spec: ScoreSpec) -> None:

@@ -30,8 +30,7 @@ from streamrl.actors.launch.placement_groups import (
 )
 from streamrl.actors.launch.ray_cluster import GIB
 from streamrl.actors.queue_shard import MAX_SHARD_RESTARTS, RemoteShard
-from streamrl.actors.replica import RewardActor
-from streamrl.actors.scoring_ranks import ModelScorerActor
+from streamrl.actors.scoring_ranks import ModelScorerActor, RewardActor
 from streamrl.actors.trainer import RendezvousInfo, TrainerActor
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.config.preflight import PreparedRun, list_resource_demands

@@ -121,6 +121,9 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
 
     Without --prompt-tokens the prompt lengths are measured on the run's data files.
     """
+    for split in filter(None, map(config.find_split_reward, REWARD_ROLES)):
+        size = split.options.world_size
+        raise ConfigError(f"{split.key}.world_size={size}: plans have reward models whole; set 1")
     cluster = Cluster.from_text(arguments.cluster)
     constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from streamrl.errors import ConfigError, StreamError
 
@@ -239,6 +240,10 @@ def explain_padding(model_class: type[PreTrainedModel], config: Any, attention: 
         "its layers do not pass on their sliding window": (
             config.model_type in WINDOW_DROPPING_FAMILIES
             and bool(config.to_dict().get("sliding_window"))
+        ),
+        "its head reads whole rows": (
+            model_class.__name__.endswith("ForSequenceClassification")
+            and not issubclass(model_class, GenericForSequenceClassification)
         ),
         f"its attention function, {attention}, is not sdpa": attention != "sdpa",
     }

@@ -36,6 +36,9 @@ from streamrl.user_code.service_gate import Outage, request_service
 
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT")
+TokenRow = Sequence[int]
+RowFunction = Callable[[Sequence[TokenRow]], Awaitable[Sequence[float]]]
+"""Computes a number for each row of token ids."""
 
 BACKOFF_S = 0.25
 """Retry backoff: attempt n + 1 waits BACKOFF_S * 2^n * uniform(0.5, 1.5) seconds."""
@@ -43,10 +46,15 @@ BACKOFF_S = 0.25
 
 @dataclass(frozen=True)
 class RewardContext:
-    """Config sections that every reward receives."""
+    """Config sections that every reward receives, and the scorer's ranks.
+
+    compute_logits: has the ranks compute the logit of each row of token ids; None where a model is
+    whole in this process.
+    """
 
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    compute_logits: RowFunction | None = None
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -22,25 +22,31 @@ from streamrl.errors import ConfigError, RewardError, RewardMemoryError, RewardT
 from streamrl.files.typed_settings import at_least, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
-from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
+from streamrl.rewards.interface.reward import (
+    RetryOptions,
+    Reward,
+    RewardSpec,
+    RowFunction,
+    TokenRow,
+    retry_infra_errors,
+)
 from streamrl.user_code.reward_result import RewardResult
 
 if TYPE_CHECKING:
     from streamrl.engines.training.model_rank import ModelRank
 
-TokenRow = Sequence[int]
 
-
-def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def plan_batches(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[int]]:
     """Sort rows by length, longest first, and cut them into batches; return row indices per batch.
 
-    A batch padded to its longest row has at most `max_tokens` tokens. Every length must be at most
-    `max_tokens`. Example: lengths [2, 5, 4], max_tokens 10 gives [[1, 2], [0]].
+    Rows are dealt to `num_ranks` ranks in turn; those of a rank, padded to the longest, have at
+    most `max_tokens` tokens. Every length must be at most `max_tokens`. Example: lengths [2, 5, 4],
+    max_tokens 10 gives [[1, 2], [0]].
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches = []
     while order:
-        size = max_tokens // lengths[order[0]]
+        size = max_tokens // lengths[order[0]] * num_ranks
         batches.append(order[:size])
         order = order[size:]
     return batches
@@ -51,17 +57,18 @@ class MicroBatcher:
 
     Batches run in sequence; rows that arrive meanwhile wait and are batched together next.
     compute: returns the logit of each row of a batch.
-    max_tokens: limit of a batch, including padding.
+    max_tokens, num_ranks: limit of a rank's part of a batch, including padding, and the ranks.
     """
 
     def __init__(
         self,
-        compute: Callable[[Sequence[TokenRow]], Awaitable[Sequence[float]]],
+        compute: RowFunction,
         *,
         max_tokens: int,
+        num_ranks: int = 1,
     ) -> None:
         self._compute = compute
-        self._max_tokens = max_tokens
+        self._max_tokens, self._num_ranks = max_tokens, num_ranks
         self._rows: list[tuple[TokenRow, asyncio.Future[float]]] = []
         self._batch_task: asyncio.Task[None] | None = None
 
@@ -82,7 +89,7 @@ class MicroBatcher:
         while waiting := [(row, future) for row, future in self._rows if not future.done()]:
             self._rows = waiting.copy()
             lengths = [len(row) for row, _ in waiting]
-            for indices in plan_batches(lengths, self._max_tokens):
+            for indices in plan_batches(lengths, self._max_tokens, self._num_ranks):
                 # Skip rows whose caller was cancelled or failed with an earlier batch.
                 batch = [waiting[i] for i in indices if not waiting[i][1].done()]
                 if batch:
@@ -112,7 +119,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class ModelOptions(RetryOptions):
+class ModelOptions(RankLayout, RetryOptions):
     """Options of kind model; timeout_s is the deadline of one forward pass.
 
     path: directory of a sequence-classification model with one label, and its tokenizer.
@@ -120,7 +127,7 @@ class ModelOptions(RetryOptions):
     pass_score: lowest score that passes; null: 0 for a logit, 0.5 with sigmoid.
     on_long_text: texts longer than model, tokenizer or batch_tokens allow: error, or truncate (keep
         the end).
-    batch_tokens: limit of a forward pass including padding, tokens.
+    batch_tokens: limit of a rank's forward pass including padding, tokens.
     dtype: auto (bfloat16 on a GPU, else float32), float32 or bfloat16.
     """
 
@@ -131,17 +138,22 @@ class ModelOptions(RetryOptions):
     batch_tokens: Annotated[int, at_least(1)] = 16384
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16")] = "auto"
 
+    def to_ranks_config(self) -> TrainerConfig:
+        """Return the settings of the ranks that hold the model."""
+        return self.to_trainer_config(TrainerConfig(dtype=self.dtype))
 
-def load_rank(spec: RewardSpec[ModelOptions]) -> "ModelRank":
-    """Load the model of a reward. Raises ConfigError."""
+
+def load_rank(spec: RewardSpec[ModelOptions], rank: int = 0) -> "ModelRank":
+    """Load a rank of a reward's model. Raises ConfigError."""
     from streamrl.engines.models.forward import ModelLoadOptions
     from streamrl.engines.training.model_rank import ModelRank
     from streamrl.engines.training.tasks import RewardModelTask
 
-    options, offload = spec.options, spec.context.scorer.offload
-    config = RankLayout().to_trainer_config(TrainerConfig(dtype=options.dtype))
-    load_options = ModelLoadOptions(keeps_layers_on_host=offload, key=f"{spec.key}.path")
-    return ModelRank(RewardModelTask(options.path, options=load_options), config=config)
+    options = ModelLoadOptions(
+        keeps_layers_on_host=spec.context.scorer.offload, key=f"{spec.key}.path"
+    )
+    task = RewardModelTask(spec.options.path, options=options)
+    return ModelRank(task, config=spec.options.to_ranks_config(), rank=rank)
 
 
 def compute_logits(rank: "ModelRank", rows: Sequence[TokenRow]) -> list[float]:
@@ -186,17 +198,33 @@ class ModelReward(Reward):
         self._model_thread = ThreadPoolExecutor(1)
         # Separate, so that texts are tokenized for the next batch during a forward pass.
         self._tokenizer_thread = ThreadPoolExecutor(1)
-        self._load_rank = partial(load_rank, spec)
+        self._key = spec.key
+        whole = replace(spec, options=replace(options, **vars(RankLayout())))
+        self._load_rank = partial(load_rank, whole)
         self._rank: ModelRank | None = None
-        self._batcher = MicroBatcher(self._compute_logits, max_tokens=options.batch_tokens)
+        on_ranks = spec.context.compute_logits if options.world_size > 1 else None
+        self._on_ranks = on_ranks
+        self._batcher = MicroBatcher(
+            self._compute_logits,
+            max_tokens=options.batch_tokens,
+            num_ranks=options.to_ranks_config().dp_size if on_ranks else 1,
+        )
         self.model_bytes = files.weight_bytes
 
     def validate_prompt(self, prompt: Prompt) -> None:
         self._render_text(Completion.from_text("").get_messages(prompt, LAST_TURN))
 
+    async def run_preflight(self) -> str:
+        from streamrl.engines.models.tensor_parallel_support import check_trainer_split
+
+        ranks = self._options.to_ranks_config()
+        check_trainer_split(self._options.path, ranks, section=self._key)
+        return ""
+
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._rank = await loop.run_in_executor(self._model_thread, self._load_rank)
+        if self._on_ranks is None:
+            loop = asyncio.get_running_loop()
+            self._rank = await loop.run_in_executor(self._model_thread, self._load_rank)
 
     async def score_completions(
         self, prompt: Prompt, completions: Sequence[Completion], part: str
@@ -211,8 +239,9 @@ class ModelReward(Reward):
         return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
 
     async def _score_texts(self, texts: Sequence[str]) -> list[RewardResult]:
-        rows = await self._run_with_timeout(
-            self._tokenizer_thread, lambda: self._tokenize_texts(texts)
+        loop = asyncio.get_running_loop()
+        rows = await self._limit_time(
+            loop.run_in_executor(self._tokenizer_thread, self._tokenize_texts, texts)
         )
         logits = await self._batcher.compute_rows(rows)
         return [self._to_result(logit, i) for i, logit in enumerate(logits)]
@@ -244,14 +273,18 @@ class ModelReward(Reward):
         return rows
 
     async def _compute_logits(self, rows: Sequence[TokenRow]) -> Sequence[float]:
-        rank = self._rank
+        if self._on_ranks is not None:
+            return await self._limit_time(self._on_ranks(rows))
+        rank, loop = self._rank, asyncio.get_running_loop()
         assert rank is not None
-        return await self._run_with_timeout(self._model_thread, partial(compute_logits, rank, rows))
+        return await self._limit_time(
+            loop.run_in_executor(self._model_thread, compute_logits, rank, rows)
+        )
 
-    async def _run_with_timeout(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    async def _limit_time(self, result: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await asyncio.get_running_loop().run_in_executor(thread, function)
+                return await result
         except TimeoutError:
             raise RewardTimeoutError(f"the model took more than {self._timeout_s:g} s") from None
 

@@ -272,12 +272,38 @@ def test_scorers_request_a_gpu_and_the_memory_of_the_model(path, tmp_path):
     assert on_cpu.memory_gib == pytest.approx(PROCESS_GIB + size / 2**30)
 
 
-@given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 100))
-def test_every_row_is_in_exactly_one_batch_within_the_bound(lengths, max_tokens):
-    batches = plan_batches(lengths, max_tokens)
+def test_a_split_model_demands_a_gpu_for_each_rank(path, tmp_path):
+    recipe = write_toy(tmp_path) / "recipe.yaml"
+    model = f"rewards=[{{kind: model, path: {path}, world_size: 2, tensor_parallel: 2}}]"
+    config = load_config(recipe, [model, "scorer.replicas=3"])
+    demands = list_resource_demands(config, prepare_run(config), on_gpu=True)
+    (demand,) = (demand for demand in demands if demand.role == "reward")
+    assert (demand.count, demand.gpus) == (6, 1)
+    assert demand.setting == "scorer.replicas * the world_size of its model"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("world_size: 2}, {kind: model, name: b, path: m", "world_size=2: a model on "),
+        ("world_size: 3, tensor_parallel: 2", "tensor_parallel=2: must divide world_size=3"),
+    ],
+)
+def test_ranks_that_cannot_hold_a_model_are_refused(tmp_path, options, message):
+    recipe = write_toy(tmp_path) / "recipe.yaml"
+    with pytest.raises(ConfigError, match=rf"^rewards\[0\]\.{message}"):
+        load_config(recipe, [f"rewards=[{{kind: model, path: m, {options}}}]"])
+
+
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(30, 100), st.integers(1, 3))
+def test_every_row_is_in_exactly_one_batch_within_the_bound_of_each_rank(
+    lengths, max_tokens, num_ranks
+):
+    batches = plan_batches(lengths, max_tokens, num_ranks)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert batch and len(batch) * max(lengths[index] for index in batch) <= max_tokens
+        for share in (batch[rank::num_ranks] for rank in range(num_ranks)):
+            assert len(share) * max(lengths[index] for index in batch) <= max_tokens
 
 
 class FakeCompute:
