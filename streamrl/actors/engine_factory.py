@@ -70,7 +70,8 @@ class RealEngineFactory:
         compute_logits: as in `RewardContext`.
         """
         with pause_gc():
-            stages = _make_reward_stages(config, role, compute_logits)
+            context = RewardContext(config.scorer, config.sandbox, compute_logits)
+            stages = _make_reward_stages(config, role, context)
             await stages.rewards.start()
             return stages
 
@@ -126,13 +127,8 @@ def check_assigned_device() -> None:
     check_device(assigned_gpus=len(ray.get_gpu_ids()) if ray.is_initialized() else 0)
 
 
-def _make_reward_stages(
-    config: RunConfig, role: str, compute_logits: RowFunction | None
-) -> RewardStages:
-    context, tokenizer = (
-        RewardContext(config.scorer, config.sandbox, compute_logits),
-        load_tokenizer(config.model.path),
-    )
+def _make_reward_stages(config: RunConfig, role: str, context: RewardContext) -> RewardStages:
+    tokenizer = load_tokenizer(config.model.path)
     if role == COST_CALL.role:
         costs = build_rewards(config.costs, context, score_spec=COSTS)
         return RewardStages({COST_CALL.stage: partial(score_costs, costs, tokenizer)}, costs)

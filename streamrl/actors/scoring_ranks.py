@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
     from streamrl.engines.training.model_rank import ModelRank
 
+ModelCalls = Sequence[ModelCall]
+PeerOptions = Sequence[Mapping[str, Any]]
+"""Ray options of the actors of ranks 1 and up."""
 RunInThread = Callable[..., Awaitable[Any]]
 """Runs a function with arguments in the thread of a rank's model."""
 
@@ -133,17 +136,12 @@ class LeadingRankActor(ScoringRankActor, ReplicaActor):
     """
 
     async def _start_ranks(
-        self,
-        context: ActorContext,
-        calls: Sequence[ModelCall],
-        peer_options: Sequence[Mapping[str, Any]],
+        self, context: ActorContext, calls: ModelCalls, peers: PeerOptions
     ) -> None:
-        """Start all ranks. peer_options: Ray options of the actors of ranks 1 and up."""
-        peers = [
-            ray.remote(ScoringRankActor).options(**options).remote() for options in peer_options
-        ]
+        """Start all ranks."""
+        others = [ray.remote(ScoringRankActor).options(**options).remote() for options in peers]
         names = [self._name, *(f"{self._name}/{rank}" for rank in range(1, len(peers) + 1))]
-        actors = [ray.get_runtime_context().current_actor, *peers]
+        actors = [ray.get_runtime_context().current_actor, *others]
         ranks_config = context.config.get_ranks_config(calls[0])
         self._ranks = RankCalls(names, actors, ranks_config, is_collective=bool(peers))
         rendezvous = find_rendezvous()
@@ -160,18 +158,13 @@ class ModelScorerActor(LeadingRankActor):
     """Actor that leases groups and has the ranks of a copy of a model score them."""
 
     async def start(
-        self,
-        context: ActorContext,
-        replica: int,
-        calls: Sequence[ModelCall],
-        peer_options: Sequence[Mapping[str, Any]] = (),
+        self, context: ActorContext, replica: int, calls: ModelCalls, peers: PeerOptions = ()
     ) -> None:
-        """Start all ranks. peer_options: Ray options of the actors of ranks 1 and up."""
-        config, role, follows = context.config, calls[0].role, calls[0].followed_role
-        name = f"{role}-{replica}"
-        self._config = config
+        """Start all ranks."""
+        self._config = context.config
+        name, follows = f"{calls[0].role}-{replica}", calls[0].followed_role
         self._join_stream(context, calls, name, follows=follows)
-        await self._start_ranks(context, calls, peer_options)
+        await self._start_ranks(context, calls, peers)
 
     async def run(self) -> None:
         """Lease groups and have them scored until the run ends or a drain begins."""
@@ -217,24 +210,15 @@ class RewardActor(LeadingRankActor):
         self._scorer: RewardStages | None = None
 
     async def start(
-        self,
-        context: ActorContext,
-        replica: int,
-        calls: Sequence[ModelCall],
-        peer_options: Sequence[Mapping[str, Any]] = (),
+        self, context: ActorContext, replica: int, calls: ModelCalls, peers: PeerOptions = ()
     ) -> None:
-        """Start the rewards. peer_options: as in `ModelScorerActor`."""
-        self._config = context.config
-        self._calls = calls
-        role = calls[0].role
+        """Start the rewards, and the ranks of a split model before."""
+        self._config, self._calls, role = context.config, calls, calls[0].role
         self._join_stream(context, calls, f"{role}-{replica}", follows=None)
-        compute_logits = None
-        if peer_options:
-            await self._start_ranks(context, calls, peer_options)
-            compute_logits = self._compute_on_ranks
-        self._scorer = await context.engines.make_reward_scorer(
-            context.config, role, compute_logits
-        )
+        if peers:
+            await self._start_ranks(context, calls, peers)
+        on_ranks = self._compute_on_ranks if peers else None
+        self._scorer = await context.engines.make_reward_scorer(context.config, role, on_ranks)
 
     async def _compute_on_ranks(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return the logit of each row of token ids."""

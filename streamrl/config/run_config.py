@@ -68,7 +68,7 @@ from streamrl.rewards.interface.config import (
 from streamrl.rewards.interface.reward import RewardContext, RewardSpec
 from streamrl.rewards.kinds.model import ModelOptions
 from streamrl.rewards.kinds.rules import ENVIRONMENT_KIND
-from streamrl.rewards.registry import check_options, find_split_model
+from streamrl.rewards.registry import find_split_model
 from streamrl.rewards.reward_set import COSTS, REWARDS
 from streamrl.run_dir.checkpoint import CheckpointConfig
 from streamrl.run_dir.run_config_file import check_run_dir
@@ -218,8 +218,8 @@ class RunConfig(ConfigSections):
             raise ConfigError("data.train: missing; it names a file of prompts")
         if not self.rewards:
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
-        check_options(self.rewards, REWARDS)
-        check_options(self.costs, COSTS)
+        find_split_model(self.rewards, REWARDS)
+        find_split_model(self.costs, COSTS)
         check_consistency(self)
 
     @property

@@ -54,7 +54,6 @@ class RewardKind:
     can_use_devices: bool = False
 
 
-MODEL = "model"
 REWARD_KINDS: Mapping[str, RewardKind] = {
     "exact": RewardKind(
         "1 if the answer equals the ground truth as text", PatternOptions, build_exact_reward
@@ -102,7 +101,7 @@ REWARD_KINDS: Mapping[str, RewardKind] = {
         FunctionReward,
         can_use_devices=True,
     ),
-    MODEL: RewardKind(
+    "model": RewardKind(
         "score of a sequence-classification model for prompt and completion",
         ModelOptions,
         ModelReward,
@@ -142,10 +141,8 @@ def build_rewards(
     if not configs:
         raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
     components = []
-    for i, config in enumerate(configs):
-        key = f"{section}[{i}]"
-        _check_entry(config, key, score_spec)
-        spec = RewardSpec(config.component_name, _read_options(config, key), context, key)
+    for config, spec in zip(configs, _list_specs(configs, context, score_spec), strict=True):
+        _check_entry(config, spec.key, score_spec)
         reward = REWARD_KINDS[config.kind].create_reward(spec)
         components.append(
             RewardComponent(config.component_name, config.weight, config.gate, reward, config.of)
@@ -164,11 +161,14 @@ def may_use_devices(configs: Sequence[RewardConfig]) -> bool:
     return any(REWARD_KINDS[config.kind].can_use_devices for config in configs)
 
 
-def check_options(configs: Sequence[RewardConfig], score_spec: ScoreSpec) -> None:
-    """Raise ConfigError for unknown kinds and invalid options, without loading files or models."""
-    for i, config in enumerate(configs):
-        _read_options(config, f"{score_spec.section}[{i}]")
-    find_split_model(configs, score_spec)
+def _list_specs(
+    configs: Sequence[RewardConfig], context: RewardContext, score_spec: ScoreSpec
+) -> list[RewardSpec[Any]]:
+    keys = [f"{score_spec.section}[{i}]" for i in range(len(configs))]
+    return [
+        RewardSpec(config.component_name, _read_options(config, key), context, key)
+        for config, key in zip(configs, keys, strict=True)
+    ]
 
 
 def find_split_model(
@@ -176,19 +176,16 @@ def find_split_model(
 ) -> RewardSpec[ModelOptions] | None:
     """Return the reward whose model several ranks of the scorer hold; None if there is none.
 
-    Raises ConfigError for another model beside it, since a process belongs to one group of ranks.
+    Loads no file and no model. Raises ConfigError for unknown kinds, invalid options, and another
+    model beside a split one, since a process belongs to one group of ranks.
     """
-    context, models = context or RewardContext(), []
-    for i, config in enumerate(configs):
-        if config.kind == MODEL:
-            key = f"{score_spec.section}[{i}]"
-            options: ModelOptions = _read_options(config, key)
-            models.append(RewardSpec(config.component_name, options, context, key))
+    specs = _list_specs(configs, context or RewardContext(), score_spec)
+    models = [spec for spec in specs if isinstance(spec.options, ModelOptions)]
     split = next((spec for spec in models if spec.options.world_size > 1), None)
     if split is not None and len(models) > 1:
         raise ConfigError(
             f"{split.key}.world_size={split.options.world_size}: a model on several ranks must be"
-            f" the only entry of kind {MODEL} in {score_spec.section}"
+            f" the only entry of kind model in {score_spec.section}"
         )
     return split
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -91,14 +91,18 @@ LossAndSums = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class ModelTask(ABC):
-    """Base of the tasks: a model of the Hugging Face directory `model_path` that scores groups."""
+    """Base of the tasks: a model of the Hugging Face directory `model_path` that scores groups.
 
+    loader: one of the functions of `forward` that load models.
+    """
+
+    loader: ClassVar[Callable[..., PreTrainedModel]]
     model_path: str
     options: ModelLoadOptions = field(default=DEFAULT_OPTIONS, kw_only=True)
 
-    @abstractmethod
     def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
         """Load the model; with `on_meta` without the weights that its directory stores."""
+        return self.loader(self.model_path, dtype=dtype, options=self.options, on_meta=on_meta)
 
     @abstractmethod
     def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
@@ -116,10 +120,7 @@ class ModelTask(ABC):
 class RewardModelTask(ModelTask):
     """Scores rows with a sequence-classification model of one label; [B], the logits."""
 
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-        return load_reward_model(
-            self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
-        )
+    loader = staticmethod(load_reward_model)
 
     def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
         return compute_row_logits(forward, batch["token_ids"], batch["attention_mask"])
@@ -169,15 +170,13 @@ class TrainingTask(ModelTask):
 class PolicyTask(TrainingTask):
     """Trains the policy with the loss of the algorithm."""
 
+    loader = staticmethod(load_model)
     temperature: float
 
     @property
     def token_columns(self) -> tuple[str, ...]:
         needed = list_required_columns(self.spec, self.settings)
         return tuple(name for name in TOKEN_COLUMNS if name in needed)
-
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-        return load_model(self.model_path, dtype=dtype, options=self.options, on_meta=on_meta)
 
     def score_batch(
         self, forward: ForwardFunction, batch: TensorDict, entropy_mode: EntropyMode = "none"
@@ -248,13 +247,9 @@ class TwoHeadedTask(PolicyTask):
     HybridFlow calls this AC-share.
     """
 
+    loader = staticmethod(load_two_headed_model)
     value_clip: float | None = None
     value_coef: float = 1.0
-
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-        return load_two_headed_model(
-            self.model_path, dtype=dtype, options=self.options, on_meta=on_meta
-        )
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
@@ -297,6 +292,7 @@ class CriticTask(TrainingTask):
     body and value head that only computes values.
     """
 
+    loader = staticmethod(load_value_model)
     clip: float | None
     name: str = field(default=CRITIC, kw_only=True)
     shares_policy: bool = field(default=False, kw_only=True)
@@ -304,9 +300,6 @@ class CriticTask(TrainingTask):
     @property
     def token_columns(self) -> tuple[str, ...]:
         return ("token_ids", "loss_mask", CRITIC_COLUMNS[self.name][0])
-
-    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
-        return load_value_model(self.model_path, dtype=dtype, options=self.options, on_meta=on_meta)
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int

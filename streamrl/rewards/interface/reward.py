@@ -36,8 +36,7 @@ from streamrl.user_code.service_gate import Outage, request_service
 
 T = TypeVar("T")
 OptionsT = TypeVar("OptionsT")
-TokenRow = Sequence[int]
-RowFunction = Callable[[Sequence[TokenRow]], Awaitable[Sequence[float]]]
+RowFunction = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[float]]]
 """Computes a number for each row of token ids."""
 
 BACKOFF_S = 0.25

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,31 +22,25 @@ from streamrl.errors import ConfigError, RewardError, RewardMemoryError, RewardT
 from streamrl.files.typed_settings import at_least, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
-from streamrl.rewards.interface.reward import (
-    RetryOptions,
-    Reward,
-    RewardSpec,
-    RowFunction,
-    TokenRow,
-    retry_infra_errors,
-)
+from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
 from streamrl.user_code.reward_result import RewardResult
 
 if TYPE_CHECKING:
     from streamrl.engines.training.model_rank import ModelRank
 
+TokenRow = Sequence[int]
 
-def plan_batches(lengths: Sequence[int], max_tokens: int, num_ranks: int = 1) -> list[list[int]]:
+
+def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Sort rows by length, longest first, and cut them into batches; return row indices per batch.
 
-    Rows are dealt to `num_ranks` ranks in turn; those of a rank, padded to the longest, have at
-    most `max_tokens` tokens. Every length must be at most `max_tokens`. Example: lengths [2, 5, 4],
-    max_tokens 10 gives [[1, 2], [0]].
+    A batch padded to its longest row has at most `max_tokens` tokens. Every length must be at most
+    `max_tokens`. Example: lengths [2, 5, 4], max_tokens 10 gives [[1, 2], [0]].
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batches = []
     while order:
-        size = max_tokens // lengths[order[0]] * num_ranks
+        size = max_tokens // lengths[order[0]]
         batches.append(order[:size])
         order = order[size:]
     return batches
@@ -57,18 +51,17 @@ class MicroBatcher:
 
     Batches run in sequence; rows that arrive meanwhile wait and are batched together next.
     compute: returns the logit of each row of a batch.
-    max_tokens, num_ranks: limit of a rank's part of a batch, including padding, and the ranks.
+    max_tokens: limit of a batch, including padding.
     """
 
     def __init__(
         self,
-        compute: RowFunction,
+        compute: Callable[[Sequence[TokenRow]], Awaitable[Sequence[float]]],
         *,
         max_tokens: int,
-        num_ranks: int = 1,
     ) -> None:
         self._compute = compute
-        self._max_tokens, self._num_ranks = max_tokens, num_ranks
+        self._max_tokens = max_tokens
         self._rows: list[tuple[TokenRow, asyncio.Future[float]]] = []
         self._batch_task: asyncio.Task[None] | None = None
 
@@ -89,7 +82,7 @@ class MicroBatcher:
         while waiting := [(row, future) for row, future in self._rows if not future.done()]:
             self._rows = waiting.copy()
             lengths = [len(row) for row, _ in waiting]
-            for indices in plan_batches(lengths, self._max_tokens, self._num_ranks):
+            for indices in plan_batches(lengths, self._max_tokens):
                 # Skip rows whose caller was cancelled or failed with an earlier batch.
                 batch = [waiting[i] for i in indices if not waiting[i][1].done()]
                 if batch:
@@ -127,7 +120,7 @@ class ModelOptions(RankLayout, RetryOptions):
     pass_score: lowest score that passes; null: 0 for a logit, 0.5 with sigmoid.
     on_long_text: texts longer than model, tokenizer or batch_tokens allow: error, or truncate (keep
         the end).
-    batch_tokens: limit of a rank's forward pass including padding, tokens.
+    batch_tokens: limit of a forward pass including padding, tokens.
     dtype: auto (bfloat16 on a GPU, else float32), float32 or bfloat16.
     """
 
@@ -149,9 +142,8 @@ def load_rank(spec: RewardSpec[ModelOptions], rank: int = 0) -> "ModelRank":
     from streamrl.engines.training.model_rank import ModelRank
     from streamrl.engines.training.tasks import RewardModelTask
 
-    options = ModelLoadOptions(
-        keeps_layers_on_host=spec.context.scorer.offload, key=f"{spec.key}.path"
-    )
+    offload, key = spec.context.scorer.offload, f"{spec.key}.path"
+    options = ModelLoadOptions(keeps_layers_on_host=offload, key=key)
     task = RewardModelTask(spec.options.path, options=options)
     return ModelRank(task, config=spec.options.to_ranks_config(), rank=rank)
 
@@ -178,12 +170,14 @@ class ModelReward(Reward):
     """
 
     def __init__(self, spec: RewardSpec[ModelOptions]) -> None:
+        from streamrl.engines.models.tensor_parallel_support import check_trainer_split
         from streamrl.rewards.kinds.classifier import read_classifier
 
         super().__init__()
         options = spec.options
         self._options = options
         files = read_classifier(options.path, f"{spec.key}.path")
+        check_trainer_split(options.path, options.to_ranks_config(), section=spec.key)
         self._tokenizer = files.tokenizer
         limits = (files.max_tokens, files.tokenizer.model_max_length, options.batch_tokens)
         self._max_length = min(limit for limit in limits if limit)
@@ -198,28 +192,15 @@ class ModelReward(Reward):
         self._model_thread = ThreadPoolExecutor(1)
         # Separate, so that texts are tokenized for the next batch during a forward pass.
         self._tokenizer_thread = ThreadPoolExecutor(1)
-        self._key = spec.key
         whole = replace(spec, options=replace(options, **vars(RankLayout())))
         self._load_rank = partial(load_rank, whole)
         self._rank: ModelRank | None = None
-        on_ranks = spec.context.compute_logits if options.world_size > 1 else None
-        self._on_ranks = on_ranks
-        self._batcher = MicroBatcher(
-            self._compute_logits,
-            max_tokens=options.batch_tokens,
-            num_ranks=options.to_ranks_config().dp_size if on_ranks else 1,
-        )
+        self._on_ranks = spec.context.compute_logits if options.world_size > 1 else None
+        self._batcher = MicroBatcher(self._compute_logits, max_tokens=options.batch_tokens)
         self.model_bytes = files.weight_bytes
 
     def validate_prompt(self, prompt: Prompt) -> None:
         self._render_text(Completion.from_text("").get_messages(prompt, LAST_TURN))
-
-    async def run_preflight(self) -> str:
-        from streamrl.engines.models.tensor_parallel_support import check_trainer_split
-
-        ranks = self._options.to_ranks_config()
-        check_trainer_split(self._options.path, ranks, section=self._key)
-        return ""
 
     async def start(self) -> None:
         if self._on_ranks is None:

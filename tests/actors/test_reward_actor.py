@@ -1,0 +1,87 @@
+"""The scorer's calls of the ranks that hold a reward model together."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from streamrl.actors.rank_calls import RankCalls
+from streamrl.actors.scoring_ranks import RewardActor
+from streamrl.errors import StreamError
+from streamrl.rewards.kinds.model import ModelOptions
+from tests.actors.fakes import FakeActor
+
+
+class Rank:
+    """Rank whose logits are the sums of rows, or which fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.calls, self.released = error, list[Any](), asyncio.Event()
+
+    async def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        self.calls.append(rows)
+        await self.released.wait()
+        if self.error:
+            raise self.error
+        return [float(sum(row)) for row in rows]
+
+
+def make_leader(*ranks: Rank, **layout: Any) -> Any:
+    """Return a scorer that leads these ranks."""
+    actor: Any = RewardActor()
+    config = ModelOptions(path="m", world_size=len(ranks), **layout).to_ranks_config()
+    names = [f"reward-0/{rank}" for rank in range(len(ranks))]
+    actor._name = "reward-0"
+    actor._ranks = RankCalls(names, [*map(FakeActor, ranks)], config, is_collective=True)
+    return actor
+
+
+ROWS = [[1], [2, 2], [3], [5, 5], [8]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [
+        ({}, [ROWS[0::2], ROWS[1::2]]),  # FSDP2: different rows
+        ({"tensor_parallel": 2}, [ROWS, ROWS]),
+    ],
+)
+async def test_logits_come_back_in_the_order_of_the_rows(
+    layout: dict[str, int], shares: list[Sequence[Any]]
+):
+    ranks = Rank(), Rank()
+    for rank in ranks:
+        rank.released.set()
+    assert await make_leader(*ranks, **layout)._compute_on_ranks(ROWS) == [1, 4, 3, 10, 8]
+    assert [rank.calls for rank in ranks] == [[share] for share in shares]
+
+
+async def test_a_deadline_ends_no_pass_and_the_next_waits_for_it():
+    ranks = Rank(), Rank()
+    leader = make_leader(*ranks)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await leader._compute_on_ranks(ROWS)
+    second = asyncio.create_task(leader._compute_on_ranks(ROWS[:1]))
+    await asyncio.sleep(0.01)
+    assert [len(rank.calls) for rank in ranks] == [1, 1]
+    for rank in ranks:
+        rank.released.set()
+    assert await second == [1]
+
+
+async def test_an_error_of_one_rank_ends_the_process_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    ranks = Rank(), Rank(StreamError("out of memory"))
+    ranks[1].released.set()  # Rank 0 still waits, as in a collective.
+    leader = make_leader(*ranks)
+
+    async def crash() -> None:
+        raise SystemError("crashed")
+
+    monkeypatch.setattr(leader, "crash_process", crash)
+    with pytest.raises(SystemError, match="crashed"):
+        await leader._compute_on_ranks(ROWS)
+    assert capsys.readouterr().err == "reward-0: its ranks are lost: out of memory\n"
