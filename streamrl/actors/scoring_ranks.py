@@ -79,7 +79,7 @@ class GroupScorer:
 
 
 class ScoringRankActor(PingableActor):
-    """Actor of a rank of a model that only scores; another one, `ModelScorerActor`, leads it."""
+    """Actor of a rank of a model that only scores; a `LeadingRankActor` leads it."""
 
     async def start_rank(
         self,

@@ -312,6 +312,8 @@ class RunConfig(ConfigSections):
     def find_split_reward(self, role: str) -> RewardSpec[ModelOptions] | None:
         """Return a role's reward or cost whose model several ranks hold; None if there is none."""
         entries = {REWARD_CALL.role: self.rewards, COST_CALL.role: self.costs}.get(role, ())
+        if not any(entry.kind == "model" for entry in entries):
+            return None  # without reading all options, for callers that ask often
         score_spec = COSTS if role == COST_CALL.role else REWARDS
         return find_split_model(entries, score_spec, RewardContext(self.scorer, self.sandbox))
 
