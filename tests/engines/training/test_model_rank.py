@@ -1,7 +1,10 @@
 """Columns that the ranks of a model compute for groups."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -9,9 +12,13 @@ from streamrl.dataflow import REF_LOGPROBS
 from streamrl.engines.models import activation_checkpointing
 from streamrl.engines.training.model_rank import compute_token_columns
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
-from tests.engines.scoring_models import make_reference
+from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
+from tests import forked
+from tests.engines.scoring_models import make_reference, make_shadow_critic
+from tests.engines.scoring_ranks import HELD, WORLD, score_rank
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
+from tests.engines.trainer_ranks import find_free_ports
 
 COLUMNS = make_groups(num_groups=1, group_size=6)["0:0:0"]
 
@@ -57,3 +64,50 @@ def test_a_rank_with_fewer_micro_batches_computes_dummies_that_change_nothing():
     )
     assert shapes == [(6, COLUMNS["lengths"].max()), (1, 2), (1, 2)]
     np.testing.assert_array_equal(found, COLUMNS["token_ids"] * COLUMNS["loss_mask"])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel": 2},
+        {"sequence_parallel": 2},
+        {},
+    ],
+    ids=["tensor parallel", "sequence parallel", "FSDP2"],
+)
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_score_as_a_whole_model_and_follow_a_critic_with_adapters(
+    layout: dict[str, int], tmp_path: Path
+):
+    path = save(tiny_model(tied=True, seed=1, kv_heads=2), tmp_path)
+    groups, published = list(make_groups().values()), make_adapters()
+    critic = make_shadow_critic(path)
+    critic.copy_weights(critic.build_full(published))
+    ref_logprobs, values = (
+        model.compute_columns(groups, column, micro_batch_tokens=64)
+        for model, column in ((make_reference(path), REF_LOGPROBS), (critic, "values"))
+    )
+    assert np.abs(np.concatenate(values)).max() > 0.1
+    ports = find_free_ports(2)
+    calls = [(rank, ports, path, layout, groups, published) for rank in range(WORLD)]
+    ranks = forked.run(score_rank, calls, timeout_s=150)
+    assert [len(rank.values) for rank in ranks] == [3, 3 if layout else 0]
+    for rank in ranks if layout else ranks[:1]:
+        np.testing.assert_allclose(
+            np.concatenate(rank.ref_logprobs), np.concatenate(ref_logprobs), atol=2e-5
+        )
+        np.testing.assert_allclose(np.concatenate(rank.values), np.concatenate(values), atol=2e-5)
+    # Ranks that compute the same groups go on with those that both hold, in one order.
+    assert [rank.common for rank in ranks] == ([["a", "c"]] * 2 if layout else list(HELD))
+
+
+def make_adapters() -> dict[str, Tensor]:
+    """Make a version of a critic that trains adapters of two layers and its head."""
+    seeds = torch.Generator().manual_seed(0)
+    tensors = {LORA_SCALE: torch.tensor(0.5)}
+    for layer in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        size = 64 if "q_proj" in layer else 128
+        tensors[layer + LORA_A_SUFFIX] = 0.1 * torch.randn(2, size, generator=seeds)
+        tensors[layer + LORA_B_SUFFIX] = 0.1 * torch.randn(64, 2, generator=seeds)
+    tensors["score.weight"] = torch.randn(1, 64, generator=seeds)
+    return {**tensors, "score.bias": torch.tensor([0.25])}

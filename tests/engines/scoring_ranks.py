@@ -1,0 +1,56 @@
+"""Two ranks of models that only score, each in a process: a reference, then a shadow critic.
+
+Runs in child processes, because torch.distributed must not be initialized in pytest's process.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from streamrl.dataflow import REF_LOGPROBS
+from streamrl.engines.trainer_config import RankLayout, TrainerConfig
+from streamrl.engines.training.model_rank import ModelRank
+from streamrl.engines.training.tasks import CriticTask, PolicyTask
+from streamrl.messages import Array, Columns
+from tests.engines.scoring_models import PPO, SETTINGS
+
+WORLD = 2
+HELD = (["a", "b", "c"], ["c", "x", "a"])
+"""Leases that each rank still holds."""
+
+
+class RankScores(NamedTuple):
+    """Columns of this rank's groups, and the leases of HELD that it goes on with."""
+
+    ref_logprobs: list[Array]
+    values: list[Array]
+    common: Sequence[str]
+
+
+def score_rank(
+    rank: int,
+    ports: Sequence[int],
+    path: str,
+    layout: dict[str, int],
+    groups: Sequence[Columns],
+    published: dict[str, Tensor],
+) -> RankScores:
+    """Compute columns; data-parallel rank 1 has no group. published: a version of the critic."""
+    config = RankLayout(WORLD, **layout).to_trainer_config(TrainerConfig(dtype="float32"))
+    mine = groups if config.get_dp_rank(rank) == 0 else []
+    tasks = (
+        PolicyTask(path, PPO.spec, SETTINGS, 0.8),
+        CriticTask(path, PPO.spec, SETTINGS, None),
+    )
+    results: list[Any] = []
+    for task, port, column in zip(tasks, ports, (REF_LOGPROBS, "values"), strict=True):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        model = ModelRank(task, config=config, rank=rank)
+        if column == "values":
+            model.copy_weights(None if rank else model.build_full(published))
+        results.append(model.compute_columns(mine, column, micro_batch_tokens=64))
+        common = model.find_common(HELD[rank])
+        model.close()
+    return RankScores(results[0], results[1], common)
