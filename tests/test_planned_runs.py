@@ -368,7 +368,7 @@ def test_roles_sized_by_one_setting_have_equal_device_splits(inputs: Path):
     assignments = choices.fit_on_meshes(dict.fromkeys(choices.roles, Mesh(0, 8)))
     assert assignments is not None
     (small,) = (assignment for assignment in choices.list_options("critic", Mesh(0, 4))[:1])
-    unlike = choices.make_placement({**assignments, "critic": small})
+    unlike = choices.make_placement({**assignments, "critic": small, "value": small})
     assert "one setting sizes both critic and cost_critic" in costs.explain_infeasible(unlike)
     with pytest.raises(ConfigError, match="one setting sizes both critic and cost_critic"):
         apply_placement(config, unlike)

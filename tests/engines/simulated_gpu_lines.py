@@ -12,11 +12,15 @@ import json
 from tests import placements
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--without", default="")
     parser.add_argument("areas", nargs="*")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = make_parser().parse_args()
     reached: dict[str, set[str]] = {"": set()}
     current = reached[""]
 

@@ -152,6 +152,7 @@ def test_values_are_computed_by_their_critic_without_a_copy():
         models={"policy": SHAPE, "reference": SHAPE, "critic": critic},
         cluster=Cluster.from_text("2x8xA100"),
         run_memory=RunMemory(trainers),
+        hosts={"value": "critic"},
     )
     costs, trained = CostModel(problem), make_assignment("1-1-8", zero_stage=3)
     for value, copy in ((trained, 0), (make_assignment("1-1-8", 8), 2 * critic.num_params)):
