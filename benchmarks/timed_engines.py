@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,10 @@ from streamrl.messages import (
     Rollout,
     rollouts_to_columns,
 )
+from streamrl.rewards.interface.reward import RowFunction
+from streamrl.rewards.reward_scorer import RewardStages
 from streamrl.stream.protocols import FinishedCallback, SampleFunction
-from streamrl.stream.stage_worker import HostedScorer, StageResult
+from streamrl.stream.stage_worker import StageResult
 from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
@@ -58,8 +60,11 @@ class TimedEngines(RealEngineFactory):
             f"generator.tensor_parallel={config.generator.tensor_parallel}: must be 1"
         )
 
-    async def make_scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
-        return HostedScorer({REWARD_CALL.stage: _TimedScorer(self.score_s).score})
+    async def make_reward_scorer(
+        self, config: RunConfig, role: str, compute_logits: RowFunction | None = None
+    ) -> RewardStages:
+        stages = await super().make_reward_scorer(config, role, compute_logits)
+        return replace(stages, functions={REWARD_CALL.stage: _TimedScorer(self.score_s).score})
 
     def make_trainer(
         self, config: RunConfig, max_length: int, rank: int, role: str

@@ -18,7 +18,8 @@ from streamrl.distributed.devices import (
     use_device,
     use_side_stream,
 )
-from streamrl.engines.dtypes import resolve_dtype
+from streamrl.engines.dtypes import resolve_trainer_dtype
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 
 
@@ -29,9 +30,9 @@ def find_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def test_a_driver_without_gpu_plans_for_the_gpus_of_the_workers(monkeypatch: pytest.MonkeyPatch):
     find_gpus(monkeypatch, 0)
-    assert resolve_dtype("auto") == torch.float32
+    assert resolve_trainer_dtype(TrainerConfig()) == torch.float32
     with use_device(on_gpu=True):
-        assert resolve_dtype("auto") == torch.bfloat16
+        assert resolve_trainer_dtype(TrainerConfig()) == torch.bfloat16
     assert DEVICE_ENV not in os.environ
 
 
