@@ -1,5 +1,7 @@
 """Shared run fixtures, randomized-test budgets, and the distribution of tests to xdist workers."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _get_priority(item: pytest.Item) -> int:
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_process_group_of_models() -> Iterator[None]:
+    """End the process group that a model of this process has joined, for the next module."""
+    yield
+    if module := sys.modules.get("streamrl.distributed.process_group"):
+        module.leave_process_group()
