@@ -108,6 +108,7 @@ def lead_scoring(
     """
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
+        silent.spans.drain_spans()  # so that they do not accumulate
         await score(stage.name, experiences)
         return [COMMITTED] * len(experiences)
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -18,7 +18,7 @@ from streamrl.actors.replica import ReplicaActor
 from streamrl.actors.transport.ray_calls import find_rendezvous, set_rendezvous
 from streamrl.dataflow import REWARD_CALL, SEQUENCE_COLUMNS, ModelCall
 from streamrl.engines.trainer_config import LOAD_TIMEOUT_S
-from streamrl.errors import ActorLostError, DeadlineError, RankLostError, StreamError
+from streamrl.errors import ActorLostError, DeadlineError, StreamError
 from streamrl.messages import Array, Columns, Experience, GroupLease
 from streamrl.pipeline import ScoringLimits, score_groups
 from streamrl.rewards.reward_scorer import RewardStages
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from streamrl.engines.training.model_rank import ModelRank
 
 ModelCalls = Sequence[ModelCall]
+T = TypeVar("T")
 PeerOptions = Sequence[Mapping[str, Any]]
 """Ray options of the actors of ranks 1 and up."""
 RunInThread = Callable[..., Awaitable[Any]]
@@ -135,6 +136,9 @@ class LeadingRankActor(ScoringRankActor, ReplicaActor):
     ends if one of them is lost, so that a restart begins with all ranks.
     """
 
+    _ranks: RankCalls | None = None
+    """All ranks, once they have started."""
+
     async def _start_ranks(
         self, context: ActorContext, calls: ModelCalls, peers: PeerOptions
     ) -> None:
@@ -143,15 +147,30 @@ class LeadingRankActor(ScoringRankActor, ReplicaActor):
         names = [self._name, *(f"{self._name}/{rank}" for rank in range(1, len(peers) + 1))]
         actors = [ray.get_runtime_context().current_actor, *others]
         ranks_config = context.config.get_ranks_config(calls[0])
-        self._ranks = RankCalls(names, actors, ranks_config, is_collective=bool(peers))
+        ranks = RankCalls(names, actors, ranks_config, is_collective=bool(peers))
         rendezvous = find_rendezvous()
         starts = [(context, calls, rank, name, rendezvous) for rank, name in enumerate(names)]
-        await self._ranks.call_each_rank("start_rank", starts, LOAD_TIMEOUT_S)
+        await ranks.call_each_rank("start_rank", starts, LOAD_TIMEOUT_S)
+        self._ranks = ranks
 
-    async def _end_with_ranks(self, error: Exception) -> Any:
-        """End this process, and with it all ranks: their process group is broken."""
-        sys.stderr.write(f"{self._name}: its ranks are lost: {error}\n")
-        await self.crash_process()
+    @property
+    def _started_ranks(self) -> RankCalls:
+        assert self._ranks is not None, "start has not returned"
+        return self._ranks
+
+    async def _finish_on_ranks(self, call: Awaitable[T]) -> T:
+        """Return the result of a call of all ranks; if it fails, end this process and so all ranks.
+
+        After an error of any kind other ranks may still wait for the failed one in a collective.
+        Errors of a rank that is alone are raised, but for a deadline: it may be hung.
+        """
+        try:
+            return await call
+        except StreamError as error:
+            if len(self._started_ranks.dp_ranks) > 1 or isinstance(error, DeadlineError):
+                sys.stderr.write(f"{self._name}: its ranks are lost: {error}\n")
+                await self.crash_process()
+            raise
 
 
 class ModelScorerActor(LeadingRankActor):
@@ -168,7 +187,7 @@ class ModelScorerActor(LeadingRankActor):
 
     async def run(self) -> None:
         """Lease groups and have them scored until the run ends or a drain begins."""
-        config, dp_size, served = self._config, self._ranks.dp_size, self._served_version
+        config, dp_size, served = self._config, self._started_ranks.dp_size, self._served_version
         loops = [
             lead_scoring(stage, self._score_on_ranks, config, dp_size, served=served)
             for stage in self._stages
@@ -176,26 +195,23 @@ class ModelScorerActor(LeadingRankActor):
         await self._run_loops(loops, self)
 
     async def _score_on_ranks(self, stage: str, experiences: Sequence[Experience]) -> None:
-        try:
-            await self._ranks.score_groups(stage, experiences)
-        except (ActorLostError, RankLostError, DeadlineError) as error:
-            await self._end_with_ranks(error)
+        await self._finish_on_ranks(self._started_ranks.score_groups(stage, experiences))
 
     async def load_weights(self, tensors: "Mapping[str, Tensor]", version: int) -> WeightLoadStats:
         """Copy a version into the ranks; a `FollowerProtocol`."""
         self._full = await asyncio.to_thread(self._model.build_full, tensors)
-        async with self._ranks.exclude_others():
+        ranks = self._started_ranks
+        async with ranks.exclude_others():
             started = time.perf_counter()
-            try:
-                await self._ranks.call_ranks("copy_weights")
-            except (ActorLostError, RankLostError, DeadlineError) as error:
-                await self._end_with_ranks(error)
+            await self._finish_on_ranks(ranks.call_ranks("copy_weights"))
             return WeightLoadStats(pause_s=time.perf_counter() - started)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> None:
         """Return None: a scorer does not sample, so the logprob check does not apply."""
 
     async def collect_report(self) -> ActorReport:
+        if self._ranks is None:
+            return ActorReport("", ())
         reports = await self._ranks.call_ranks("drain_spans")
         return replace(reports[0], spans=[span for report in reports for span in report.spans])
 
@@ -228,16 +244,13 @@ class RewardActor(LeadingRankActor):
 
     async def _run_pass(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Deal the rows to the data-parallel ranks in turn; return their logits in order."""
-        size, dp_ranks = self._ranks.dp_size, self._ranks.dp_ranks
-        shares = [(rows[dp_rank::size],) for dp_rank in dp_ranks]
-        try:
-            async with self._ranks.exclude_others():
-                replies = await self._ranks.call_each_rank("compute_logits", shares)
-        except StreamError as error:  # Of any kind: other ranks may still wait for the failed one.
-            replies = await self._end_with_ranks(error)
+        ranks = self._started_ranks
+        shares = [(rows[dp_rank :: ranks.dp_size],) for dp_rank in ranks.dp_ranks]
+        async with ranks.exclude_others():
+            replies = await self._finish_on_ranks(ranks.call_each_rank("compute_logits", shares))
         logits = [0.0] * len(rows)
-        for dp_rank, reply in zip(dp_ranks, replies, strict=True):
-            logits[dp_rank::size] = reply
+        for dp_rank, reply in zip(ranks.dp_ranks, replies, strict=True):
+            logits[dp_rank :: ranks.dp_size] = reply
         return logits
 
     async def run(self) -> None:

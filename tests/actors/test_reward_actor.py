@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.actors.rank_calls import RankCalls
-from streamrl.actors.scoring_ranks import RewardActor
+from streamrl.actors.scoring_ranks import ModelScorerActor, RewardActor
 from streamrl.errors import StreamError
 from streamrl.rewards.kinds.model import ModelOptions
 from tests.actors.fakes import FakeActor
@@ -71,6 +71,11 @@ async def test_a_deadline_ends_no_pass_and_the_next_waits_for_it():
     assert await second == [1]
 
 
+async def test_a_restarted_scorer_reports_nothing_before_its_ranks_have_started():
+    report = await ModelScorerActor().collect_report()
+    assert (report.process, report.spans) == ("", ())
+
+
 async def test_an_error_of_one_rank_ends_the_process_of_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -85,3 +90,6 @@ async def test_an_error_of_one_rank_ends_the_process_of_all(
     with pytest.raises(SystemError, match="crashed"):
         await leader._compute_on_ranks(ROWS)
     assert capsys.readouterr().err == "reward-0: its ranks are lost: out of memory\n"
+    alone = make_leader(ranks[1])
+    with pytest.raises(StreamError, match="out of memory"):
+        await alone._compute_on_ranks(ROWS)

@@ -1,6 +1,6 @@
 """A rank of a role's model, which scores groups; `ModelTrainer` is a rank that trains as well.
 
-A model that only scores (a reference, a shadow critic) is loaded, sharded and
+A model that only scores (a reference, a shadow critic, a reward model) is loaded, sharded and
 packed like a trained one, by the same code, and has no optimizer.
 """
 
