@@ -1,6 +1,5 @@
 """Shared run fixtures, randomized-test budgets, and the distribution of tests to xdist workers."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,9 +46,12 @@ def _get_priority(item: pytest.Item) -> int:
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def leave_process_group_of_models() -> Iterator[None]:
-    """End the process group that a model of this process has joined, for the next module."""
+@pytest.fixture(scope="module")
+def process_group_of_models() -> Iterator[None]:
+    """End the process group that a model of this module has joined, if none was there before."""
+    import torch.distributed as dist
+
+    was_joined = dist.is_initialized()
     yield
-    if module := sys.modules.get("streamrl.distributed.process_group"):
-        module.leave_process_group()
+    if dist.is_initialized() and not was_joined:
+        dist.destroy_process_group()

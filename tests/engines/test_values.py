@@ -18,6 +18,8 @@ from tests.engines.scoring_models import make_shadow_critic
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import save, tiny_model
 
+pytestmark = pytest.mark.usefixtures("process_group_of_models")
+
 COLUMNS = make_groups(num_groups=1, group_size=6)["0:0:0"]
 
 

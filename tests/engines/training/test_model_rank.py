@@ -20,6 +20,8 @@ from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
 from tests.engines.trainer_ranks import find_free_ports
 
+pytestmark = pytest.mark.usefixtures("process_group_of_models")
+
 COLUMNS = make_groups(num_groups=1, group_size=6)["0:0:0"]
 
 

@@ -26,6 +26,8 @@ from tests.rewards.judged import EPISODE
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import SYMBOLS, write_model, write_toy
 
+pytestmark = pytest.mark.usefixtures("process_group_of_models")
+
 PROMPT = Prompt("0:4:0", np.array([1], np.int32), messages=({"role": "user", "content": "2+3"},))
 TEXTS = ["5", "1234567890", "=", "55-5 + 0", "99999999999999999999", "0"]
 
