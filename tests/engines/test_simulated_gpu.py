@@ -40,17 +40,28 @@ WITHOUT_RUN = {
 """Why placements of a file are not reached on the simulated GPU."""
 
 
-@pytest.fixture(scope="module")
-def run() -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.engines.simulated_gpu_lines"]
+PLANTED = ("batch on the CPU", "column on the CPU", "served on the CPU")
+QUICK_AREAS = ("scores", "offload", "weights", "resharding", *PLANTED)
+
+
+def run_areas(*names: str) -> dict[str, Any]:
+    """Run areas of `tests.engines.simulated_gpu_run`, by default all, in a process of their own."""
+    command = [sys.executable, "-m", "tests.engines.simulated_gpu_lines", *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def results(run: dict[str, Any]) -> dict[str, Any]:
-    return run["results"]  # type: ignore[no-any-return]
+def results() -> dict[str, Any]:
+    """Results of the areas of the quick tests."""
+    quick = [*QUICK_AREAS, *KINDS, "deepspeed"]
+    return run_areas(*quick)["results"]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    return run_areas()
 
 
 def list_reached(run: dict[str, Any]) -> dict[str, str]:
@@ -59,6 +70,7 @@ def list_reached(run: dict[str, Any]) -> dict[str, str]:
     return {place: area for area, places in areas.items() for place in places}
 
 
+@pytest.mark.slow
 def test_lines_that_place_tensors_are_reached_or_have_a_reason(run: dict[str, Any]):
     places, reached = list_placements(), list_reached(run)
     assert set(reached) <= set(places)
@@ -70,25 +82,30 @@ def test_lines_that_place_tensors_are_reached_or_have_a_reason(run: dict[str, An
     assert len(reached) >= 0.5 * len(places)
 
 
-def test_all_losses_and_gradients_are_those_of_the_cpu(results: dict[str, Any]):
-    assert results["losses"]["ok"] and results["losses"]["variants"] > 20
+@pytest.mark.slow
+def test_all_losses_and_gradients_are_those_of_the_cpu(run: dict[str, Any]):
+    losses = run["results"]["losses"]
+    assert losses["ok"] and losses["variants"] > 20
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_gpu_repeats_a_step_and_holds_what_that_of_the_cpu_holds(
-    results: dict[str, Any],
+    run: dict[str, Any],
 ):
-    checkpoint = dict(results["checkpoint"])
+    checkpoint = dict(run["results"]["checkpoint"])
     assert checkpoint.pop("repeats")
     assert max(checkpoint.values()) < 1e-4
 
 
-def test_the_pretraining_loss_is_that_of_the_cpu(results: dict[str, Any]):
-    assert max(results["pretraining"].values()) < 1e-3
+@pytest.mark.slow
+def test_the_pretraining_loss_is_that_of_the_cpu(run: dict[str, Any]):
+    assert max(run["results"]["pretraining"].values()) < 1e-3
 
 
-def test_adapters_are_merged_on_the_gpu(results: dict[str, Any]):
-    assert results["adapters"]["difference"] < 1e-5
-    assert results["adapters"]["devices"] == ["simgpu"]
+@pytest.mark.slow
+def test_adapters_are_merged_on_the_gpu(run: dict[str, Any]):
+    adapters = run["results"]["adapters"]
+    assert adapters["difference"] < 1e-5 and adapters["devices"] == ["simgpu"]
 
 
 def test_scorers_compute_on_the_gpu_what_they_compute_on_the_cpu(results: dict[str, Any]):

@@ -18,7 +18,7 @@ from tests.engines.trainer_ranks import find_free_ports
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])
 def test_replicas_share_the_shards_of_their_ranks(family: str):
     (port,), token = find_free_ports(1), uuid.uuid4().hex
     world = REPLICAS * SPLIT
