@@ -1,5 +1,6 @@
 """Shared run fixtures, randomized-test budgets, and the distribution of tests to xdist workers."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Budget())
     if config.pluginmanager.hasplugin("xdist"):
         config.option.loadscopereorder = False
+
+
+def pytest_collection_finish() -> None:
+    # The libraries are two million objects, which each gc.collect() of a test would walk.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileOrGroupScheduling:

@@ -45,6 +45,24 @@ def is_own_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+@cache
+def find_imports(path: Path, tree: ast.Module) -> tuple[tuple[str, int], ...]:
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    imports: list[tuple[str, int]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports += ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            submodules = (f"{module}.{alias.name}" for alias in node.names)
+            names = [name for name in submodules if is_own_module(name)] or [module]
+            imports += ((name, node.lineno) for name in names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            constants = (a.value for a in node.args[:1] if isinstance(a, ast.Constant))
+            imports += ((str(value), node.lineno) for value in constants)
+    return tuple(imports)
+
+
 class Source(NamedTuple):
     """A file of the package."""
 
@@ -57,20 +75,9 @@ class Source(NamedTuple):
         return self.path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
     @property
-    def imports(self) -> Iterator[tuple[str, int]]:
-        """Yield the imported modules with their lines, also those of import_module("name")."""
-        package = ".".join(self.path.relative_to(ROOT).parent.parts)
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                yield from ((alias.name, node.lineno) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                module = resolve_name("." * node.level + (node.module or ""), package)
-                submodules = (f"{module}.{alias.name}" for alias in node.names)
-                names = [name for name in submodules if is_own_module(name)] or [module]
-                yield from ((name, node.lineno) for name in names)
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-                constants = (a.value for a in node.args[:1] if isinstance(a, ast.Constant))
-                yield from ((str(value), node.lineno) for value in constants)
+    def imports(self) -> tuple[tuple[str, int], ...]:
+        """The imported modules with their lines, also those of import_module("name")."""
+        return find_imports(self.path, self.tree)
 
     def find_lines(self, pattern: re.Pattern[str]) -> Iterator[str]:
         for number, line in enumerate(self.text.split("\n"), start=1):
@@ -88,6 +95,14 @@ def load_sources() -> tuple[Source, ...]:
         text = path.read_text()
         sources.append(Source(path, text, ast.parse(text)))
     return tuple(sources)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_sources() -> Iterator[None]:
+    """Free the syntax trees, which are a million objects."""
+    yield
+    load_sources.cache_clear()
+    find_imports.cache_clear()
 
 
 def reject(offenders: Iterable[str]) -> None:
