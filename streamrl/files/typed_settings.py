@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import shlex
@@ -48,8 +49,8 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
     return settings
 
 
-def merge_settings(base: Any, raw: Any, *, location: str) -> Any:
-    """Return the settings object `base`, or one of that class, with the prepared values `raw`.
+def merge_settings(kind: Any, raw: Any, *, location: str) -> Any:
+    """Return an object of the settings dataclass `kind` with the prepared values `raw`.
 
     location: start of messages. Raises ConfigError, the dataclass's own unchanged: it checks rules
     between settings, after those on each.
@@ -58,7 +59,7 @@ def merge_settings(base: Any, raw: Any, *, location: str) -> Any:
     import omegaconf
 
     try:
-        merged = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.structured(base), raw)
+        merged = omegaconf.OmegaConf.merge(_make_schema(kind), raw)
         # Interpolations have values only now.
         values = omegaconf.OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         prepare_settings(values, omegaconf.OmegaConf.get_type(merged))
@@ -70,6 +71,14 @@ def merge_settings(base: Any, raw: Any, *, location: str) -> Any:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{location}{error.full_key or 'config'}: {reason}") from None
     return omegaconf.OmegaConf.to_object(merged)
+
+
+@functools.cache
+def _make_schema(kind: Any) -> Any:
+    """Return the OmegaConf schema of a settings dataclass; making it takes a third of a load."""
+    import omegaconf
+
+    return omegaconf.OmegaConf.structured(kind)
 
 
 KeyHint = Callable[[str, Any], str]
@@ -283,6 +292,7 @@ def get_setting(settings: Any, key: str) -> Any:
     return settings
 
 
+@functools.cache
 def get_fields(kind: Any, *, with_marks: bool = False) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name.
 
