@@ -41,8 +41,7 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.driver import EpisodeDriver
-from streamrl.environments.episodes.start_driver import start_episode_driver
+from streamrl.environments.episodes.driver import EpisodeDriver, start_episode_driver
 from streamrl.messages import Prompt
 
 MODEL = ROOT / "examples" / "arithmetic" / "build" / "base_model"

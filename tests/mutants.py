@@ -421,7 +421,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/environments/episodes/test_driver.py -k does_not_continue_the_episode",
     ),
     Mutant(
-        "environments/episodes/decode_slots.py",
+        "environments/episodes/driver.py",
         "if granted.done() and not granted.cancelled():",
         "if granted.cancelled():",
         "tests/environments/episodes/test_decode_slots.py",

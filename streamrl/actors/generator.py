@@ -13,8 +13,11 @@ from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import TrainerActor
 from streamrl.dataflow import GENERATE_CALL, POLICY, ModelCall
 from streamrl.engines.generator_config import SamplingSettings
-from streamrl.environments.episodes.driver import EpisodeDriver, make_environment_seed
-from streamrl.environments.episodes.start_driver import start_episode_driver
+from streamrl.environments.episodes.driver import (
+    EpisodeDriver,
+    make_environment_seed,
+    start_episode_driver,
+)
 from streamrl.errors import ActorLostError
 from streamrl.messages import Columns, Prompt, make_rollout_seeds, rollouts_to_columns
 from streamrl.pipeline import generate_rollouts, hold_devices_per_group

@@ -133,7 +133,7 @@ def has_gpu_files(devices: Path) -> bool:
 
 def _find_sandbox_problem() -> str:
     try:
-        from streamrl.user_code.sandbox.backend_choice import explain_unavailability
+        from streamrl.user_code.sandbox.sandbox import explain_unavailability
     except ImportError as error:
         return f"not checked: {error}"
     return explain_unavailability() or ""

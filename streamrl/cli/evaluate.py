@@ -22,8 +22,7 @@ from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import PromptLimits, load_prompts
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.environment import make_vllm_env
-from streamrl.environments.episodes.driver import make_environment_seed
-from streamrl.environments.episodes.start_driver import start_episode_driver
+from streamrl.environments.episodes.driver import make_environment_seed, start_episode_driver
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import make_trusted_env, read_model_length, read_vocab_size
 from streamrl.files.printable_text import format_quantity

@@ -20,9 +20,15 @@ from streamrl.config.role_counts import (
 )
 from streamrl.config.run_config import RunConfig, find_colocation_conflict
 from streamrl.data.pretrain_texts import load_texts
-from streamrl.data.prompt_file import LazyTokenizer, LoadedFile, PromptLimits, load_prompts
+from streamrl.data.prompt_file import (
+    LazyTokenizer,
+    LoadedFile,
+    PromptLimits,
+    TrainingFiles,
+    load_prompts,
+    open_training_files,
+)
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.training_files import TrainingFiles, open_training_files
 from streamrl.dataflow import (
     COST_CALL,
     EMA_REFERENCE,

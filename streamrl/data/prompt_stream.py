@@ -20,8 +20,13 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from streamrl.data.prompt_file import ClassifiedRow, RowStatus
-from streamrl.data.training_files import COLUMNS_MARK, TrainingFile, TrainingFiles
+from streamrl.data.prompt_file import (
+    COLUMNS_MARK,
+    ClassifiedRow,
+    RowStatus,
+    TrainingFile,
+    TrainingFiles,
+)
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from streamrl.config.run_config import RunConfig
-from streamrl.data.prompt_file import LazyTokenizer, PromptLimits, load_prompts
-from streamrl.data.training_files import open_training_files
+from streamrl.data.prompt_file import LazyTokenizer, PromptLimits, load_prompts, open_training_files
 from streamrl.dataflow import (
     COST_VALUE_CALL,
     CRITIC_ROLES,

@@ -8,8 +8,7 @@ import pytest
 
 from streamrl.config.run_config import dump_config, load_config
 from streamrl.data.config import DataConfig, parse_data_files
-from streamrl.data.prompt_file import PromptLimits, load_prompts
-from streamrl.data.training_files import open_training_files
+from streamrl.data.prompt_file import PromptLimits, load_prompts, open_training_files
 from streamrl.errors import ConfigError
 
 

@@ -10,12 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from streamrl.data import indexed_table as table
-from streamrl.data import training_files
+from streamrl.data import prompt_file
 from streamrl.data.config import parse_data_files
 from streamrl.data.pretrain_texts import TextStream, load_texts
-from streamrl.data.prompt_file import PromptLimits
+from streamrl.data.prompt_file import PromptLimits, TrainingFiles, open_training_files
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.data.training_files import TrainingFiles, open_training_files
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import parse_uid
 
@@ -27,7 +26,7 @@ WHOLE, FRAME = 20, 3
 def sample_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"NUM_FIRST_ROWS": 5, "NUM_SPREAD_ROWS": 4, "NUM_LONGEST_ROWS": 2}
     for name, rows in {**sizes, "MAX_FULLY_CLASSIFIED_ROWS": WHOLE}.items():
-        monkeypatch.setattr(training_files, name, rows)
+        monkeypatch.setattr(prompt_file, name, rows)
 
 
 def open_rows(
@@ -51,7 +50,7 @@ def test_a_sampled_file_has_the_order_of_a_fully_classified_file(
 ):
     path = write_rows(*numbered(50))
     large = open_rows(path, tokenizer=tokenizer)
-    monkeypatch.setattr(training_files, "MAX_FULLY_CLASSIFIED_ROWS", 50)
+    monkeypatch.setattr(prompt_file, "MAX_FULLY_CLASSIFIED_ROWS", 50)
     complete = open_rows(path, tokenizer=tokenizer)
     are_complete = [data.files[0].is_fully_classified for data in (large, complete)]
     assert are_complete == [False, True]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.tool_config import ToolConfig
+from streamrl.environments.config import EnvironmentConfig, ToolConfig
 from streamrl.errors import ConfigError
 
 

@@ -10,22 +10,27 @@ trainer use them.
 
 import asyncio
 import hashlib
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamrl.data.chat_template import load_chat_template, load_tokenizer
+from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.decode_slots import DecodeSlots
 from streamrl.environments.episodes.episode import Episode, EpisodeTokens, episodes_to_columns
 from streamrl.environments.hosts.host_pool import (
     EnvironmentHostPool,
     HostedSession,
     close_pools,
+    start_pools,
 )
 from streamrl.environments.interface import (
     CallOutcome,
@@ -36,8 +41,15 @@ from streamrl.environments.interface import (
     ToolSchema,
 )
 from streamrl.environments.rendering.turn_renderer import BridgeTokens, TurnRenderer
-from streamrl.environments.tool_calls.call_formats import CallFormat, make_assistant_message
+from streamrl.environments.tool_calls.call_formats import (
+    TEXT_FORMAT,
+    CallFormat,
+    detect_call_format,
+    make_assistant_message,
+    make_call_format,
+)
 from streamrl.errors import ConfigError, EpisodeError, GenerationError
+from streamrl.files.hf_config import read_eos_token_ids
 from streamrl.messages import (
     TRUNCATIONS,
     Array,
@@ -51,26 +63,56 @@ from streamrl.messages import (
 )
 from streamrl.rewards.metric_means import MetricSums
 from streamrl.user_code.concurrent_calls import map_concurrently
-from streamrl.user_code.service_gate import ServiceGate, get_gate, wait_out_outages
+from streamrl.user_code.service_gate import ServiceGate, get_gate, request_service, wait_out_outages
+
+if TYPE_CHECKING:
+    from streamrl.engines.generation.generation_engine import GenerationEngine
 
 
-class TurnSampler(Protocol):
-    """Generation engine as the driver uses it (`GenerationEngine`)."""
+class DecodeSlots:
+    """Grants at most `count` slots; a free slot goes to the waiting turn of the lowest priority.
 
-    @property
-    def paused_s(self) -> float:
-        """Time for which the engine has been paused since its start, s."""
-        ...
+    An episode holds a slot while the engine samples its turn, and none while its environment works.
+    """
 
-    async def generate(
-        self,
-        prompt_ids: Array,
-        *,
-        seeds: Sequence[int],
-        sampling: Any = None,
-        max_new_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-    ) -> list[Rollout]: ...
+    def __init__(self, count: int) -> None:
+        self._num_free = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    @asynccontextmanager
+    async def hold(self, priority: int) -> AsyncIterator[None]:
+        """Wait for a slot and hold it within the context.
+
+        priority: number of the group, ascending by admission; equal numbers are served in order.
+            The wait has no deadline of its own: deadlines bound the turns that hold the slots.
+        """
+        await self._acquire(priority)
+        try:
+            yield
+        finally:
+            self._release()
+
+    async def _acquire(self, priority: int) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        granted = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._order), granted))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self._release()
+            raise
+
+    def _release(self) -> None:
+        while self._waiting:
+            _, _, granted = heapq.heappop(self._waiting)
+            if not granted.done():
+                granted.set_result(None)
+                return
+        self._num_free += 1
 
 
 ComputeContext = Callable[..., AbstractAsyncContextManager[MutableMapping[str, Any]]]
@@ -308,7 +350,7 @@ class EpisodeDriver:
 
     def __init__(  # noqa: PLR0913
         self,
-        sampler: TurnSampler,
+        sampler: "GenerationEngine",
         pools: Mapping[str, EnvironmentHostPool],
         renderer: TurnRenderer,
         call_format: CallFormat,
@@ -587,3 +629,68 @@ class EpisodeDriver:
         """End the hosts of the environment; `run_group` raises GenerationError from then on."""
         self._is_closed = True
         await close_pools(self._pools)
+
+
+AUTO = "auto"
+
+
+def load_turn_renderer(data: DataConfig, model_path: str) -> TurnRenderer:
+    """Derive the renderer from the template that all prompts of a run share.
+
+    Raises ConfigError for a tokenizer or template that cannot render episodes.
+    """
+    tokenizer = load_tokenizer(model_path)
+    template = load_chat_template(
+        data.check_shared_template(), tokenizer, arguments=data.chat_template_kwargs
+    )
+    end_token_ids = read_eos_token_ids(Path(model_path))
+    return TurnRenderer(tokenizer, template, end_token_ids=end_token_ids)
+
+
+def choose_call_format(
+    config: EnvironmentConfig, renderer: TurnRenderer, tools: Sequence[ToolSchema]
+) -> CallFormat:
+    """Return the format of the policy's calls; without tools every turn is text.
+
+    tools: those of all environments; where one has none, its own turns are text. Raises ConfigError
+    for an unknown format, or if `auto` finds none.
+    """
+    name, tokenizer = config.call_format, renderer.tokenizer
+    shown = renderer.get_writer(has_tools=True).show_call() if tools else None
+    if name == AUTO:
+        name = detect_call_format(tokenizer, shown) if tools else TEXT_FORMAT
+    return make_call_format(name, tokenizer, pattern=config.call_pattern, shown=shown)
+
+
+async def start_episode_driver(
+    config: EnvironmentConfig,
+    data: DataConfig,
+    sampler: "GenerationEngine",
+    *,
+    model_path: str,
+    max_turn_tokens: int,
+    num_slots: int,
+) -> EpisodeDriver:
+    """Start the hosts of a run's environments and return a driver that runs their episodes.
+
+    sampler: the engine. max_turn_tokens: most tokens of a turn. num_slots: turns that the engine
+    samples at the same time. Raises ConfigError for an environment or template that cannot be used.
+    """
+    renderer = load_turn_renderer(data, model_path)
+    start = partial(start_pools, config)
+    pools = await request_service("environments", start, EpisodeError)
+    tools = [tool for pool in pools.values() for tool in pool.description.tools]
+    try:
+        call_format = choose_call_format(config, renderer, tools)
+    except ConfigError:
+        await close_pools(pools)
+        raise
+    return EpisodeDriver(
+        sampler,
+        pools,
+        renderer,
+        call_format,
+        config=config,
+        max_turn_tokens=max_turn_tokens,
+        slots=DecodeSlots(num_slots),
+    )

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from streamrl.data.chat_template import ChatTemplate, Conversation, render_text
 from streamrl.data.guarded_text import CODE
 from streamrl.environments.interface import Message, ToolSchema
+from streamrl.environments.tool_calls.call_formats import ShownCall
 from streamrl.environments.tool_calls.reply_text import make_call
-from streamrl.environments.tool_calls.served_calls import ShownCall
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:

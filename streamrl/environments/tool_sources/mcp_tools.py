@@ -25,11 +25,11 @@ from mcp_types import (
     Tool,
 )
 
+from streamrl.environments.config import ToolConfig
 from streamrl.environments.interface import CallOutcome, ToolSchema
 from streamrl.environments.tool_calls.reply_text import format_tool_result
 from streamrl.environments.tool_calls.schema_check import check_tool_schema
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
-from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.files.typed_settings import suggest_nearest

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from streamrl.environments.config import ToolConfig
 from streamrl.environments.interface import CallOutcome, ToolSchema
-from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
-from streamrl.user_code.sandbox.backend_choice import IsolationError, find_isolation
 from streamrl.user_code.sandbox.jail import JailError, JailSpec
 from streamrl.user_code.sandbox.program import ProgramLimits
 from streamrl.user_code.sandbox.python_session import PythonSession
+from streamrl.user_code.sandbox.sandbox import IsolationError, find_isolation
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,9 @@ class ToolSession(Protocol):
 
         Raises EpisodeError if the source fails through no fault of the policy.
         """
-        ...
 
     async def close(self) -> None:
         """End everything that the episode has started."""
-        ...
 
 
 class ToolSource(Protocol):
@@ -71,21 +69,18 @@ class ToolSource(Protocol):
 
     async def check(self) -> None:
         """Raise ConfigError if the tools cannot run on this machine."""
-        ...
 
     async def list_tools(self, deadline: float) -> Sequence[ToolSchema]:
         """Return the schemas of the tools. Raises ConfigError and EpisodeError.
 
         deadline: s of the event loop's clock.
         """
-        ...
 
     async def open(self, deadline: float) -> ToolSession:
         """Return the tools of a new episode. Raises EpisodeError.
 
         deadline: s of the event loop's clock.
         """
-        ...
 
 
 PYTHON_TOOL: ToolSchema = {

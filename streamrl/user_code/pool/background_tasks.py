@@ -20,21 +20,25 @@ class BackgroundTasks:
     """Tasks kept alive until they end; asyncio itself keeps only weak references to tasks."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[Any]] = set()
+        self.running: set[asyncio.Future[Any]] = set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(coroutine)
-        self._running.add(task)
-        task.add_done_callback(self._on_task_done)
+        self.watch(task)
         return task
 
-    def _on_task_done(self, task: "asyncio.Task[Any]") -> None:
-        self._running.discard(task)
+    def watch(self, task: "asyncio.Future[Any]") -> None:
+        """Keep a task until it ends."""
+        self.running.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: "asyncio.Future[Any]") -> None:
+        self.running.discard(task)
         if not task.cancelled():
             # Retrieve the exception; asyncio logs "exception was never retrieved" otherwise.
             task.exception()
 
     async def drain(self) -> None:
         """Wait until all tasks have ended, those started meanwhile included."""
-        while self._running:
-            await asyncio.wait(set(self._running))
+        while self.running:
+            await asyncio.wait(set(self.running))

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from streamrl.cli.arguments.environment_args import choose_environment, read_prompts
+from streamrl.cli.play import choose_environment, read_prompts
 from streamrl.data.config import DataFile
 from streamrl.environments.config import EnvironmentConfig, EnvironmentSpec
 from streamrl.errors import ConfigError

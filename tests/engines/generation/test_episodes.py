@@ -14,8 +14,7 @@ from transformers import Qwen2ForCausalLM
 
 from streamrl.data.chat_template import load_chat_template
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver
+from streamrl.environments.episodes.driver import DecodeSlots, EpisodeDriver
 from streamrl.environments.interface import EnvironmentStep, Message, ResetResult, ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format

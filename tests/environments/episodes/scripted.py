@@ -10,8 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver
+from streamrl.environments.episodes.driver import DecodeSlots, EpisodeDriver
 from streamrl.environments.interface import EnvironmentStep, Reply, ResetResult
 from streamrl.environments.rendering.turn_renderer import BridgeTokens
 from streamrl.messages import FinishReason, Prompt

@@ -13,11 +13,12 @@ from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.check_environment import (
     EnvironmentProbe,
     EpisodeRecord,
+    TextEnd,
     find_first_difference,
     judge_scores,
     make_random_policy,
+    parse_turn,
 )
-from streamrl.environments.episodes.text_episode import TextEnd, parse_turn
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, Message, Reply
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.messages import FinishReason, Prompt

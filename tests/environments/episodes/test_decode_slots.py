@@ -3,7 +3,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.environments.episodes.decode_slots import DecodeSlots
+from streamrl.environments.episodes.driver import DecodeSlots
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.virtual_time import in_virtual_time
 

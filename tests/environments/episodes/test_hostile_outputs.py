@@ -5,14 +5,14 @@ From the user's class through the driver into the tokens of the episode, with a 
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from streamrl.data.chat_template import load_chat_template
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.decode_slots import DecodeSlots
-from streamrl.environments.episodes.driver import EpisodeDriver
+from streamrl.environments.episodes.driver import DecodeSlots, EpisodeDriver
 from streamrl.environments.hosts.environment_host import EnvironmentHost
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import HostResponse
@@ -88,7 +88,7 @@ def run_episode(renderer, tmp_path, monkeypatch):
             return [*tokens["input_ids"], *renderer.closing_ids]
 
         driver = EpisodeDriver(
-            ScriptedSampler(lambda context, seed: next(written), encode),
+            cast(Any, ScriptedSampler(lambda context, seed: next(written), encode)),
             {"": InProcessPool(config)},
             renderer,
             make_call_format("hermes", renderer.tokenizer),

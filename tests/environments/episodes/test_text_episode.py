@@ -5,8 +5,13 @@ from typing import Any
 import pytest
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.episodes.check_environment import EpisodeRecord, stay_silent
-from streamrl.environments.episodes.text_episode import CALL_RULE, parse_turn, play_text_episode
+from streamrl.environments.episodes.check_environment import (
+    CALL_RULE,
+    EpisodeRecord,
+    parse_turn,
+    play_text_episode,
+    stay_silent,
+)
 from streamrl.environments.interface import CallOutcome, EnvironmentStep, ResetResult
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.errors import EpisodeError

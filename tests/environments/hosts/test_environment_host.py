@@ -179,7 +179,7 @@ async def test_a_float_of_numpy_and_messages_pass_as_plain_data(open_session):
 
 @pytest.mark.parametrize("method", ["step", "close"])
 async def test_a_hanging_method_counts_until_it_returns(open_session, monkeypatch, method):
-    monkeypatch.setattr("streamrl.environments.hosts.user_environment.CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("streamrl.environments.hosts.environment_host.CLOSE_TIMEOUT_S", 0.2)
     bodies = {"step": "return Turn('')", "close": "pass", method: "self.EVENT.wait(60)"}
     before = f"EVENT = threading.Event()\n    def close(self): {bodies['close']}"
     session = open_session(make_turns(bodies["step"], before=before), turn_timeout_s=0.5)
@@ -192,7 +192,7 @@ async def test_a_hanging_method_counts_until_it_returns(open_session, monkeypatc
 
 
 async def test_an_async_method_is_cancelled_at_its_deadline(open_session, monkeypatch):
-    monkeypatch.setattr("streamrl.environments.hosts.user_environment.CANCEL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("streamrl.environments.hosts.environment_host.CANCEL_TIMEOUT_S", 0.1)
     stubborn = (
         "try: await asyncio.sleep(60)\n        finally:\n"
         "            if reply.text: await asyncio.sleep(60)"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.environments.config import ToolConfig
 from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.interface import CallOutcome, ToolCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
-from streamrl.environments.tool_config import ToolConfig
 from streamrl.errors import ConfigError
 from tests.environments.hosts.user_files import GUESS
 from tests.environments.tool_sources.test_mcp_tools import serve_raw

@@ -11,7 +11,7 @@ from streamrl.data.chat_template import ChatTemplate, render_prompts
 from streamrl.data.config import DataConfig
 from streamrl.data.guarded_text import CODE
 from streamrl.data.rows import DataRow
-from streamrl.environments.episodes.start_driver import load_turn_renderer
+from streamrl.environments.episodes.driver import load_turn_renderer
 from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError

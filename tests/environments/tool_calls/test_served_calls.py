@@ -6,8 +6,7 @@ import json
 import pytest
 
 from streamrl.environments.interface import CallOutcome, Reply
-from streamrl.environments.tool_calls.call_formats import make_call_format
-from streamrl.environments.tool_calls.served_calls import ShownCall
+from streamrl.environments.tool_calls.call_formats import ShownCall, make_call_format
 from streamrl.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("engines")

@@ -14,12 +14,12 @@ from typing import ClassVar
 import psutil
 import pytest
 
+from streamrl.environments.config import ToolConfig
 from streamrl.environments.hosts import environment_host
 from streamrl.environments.interface import CallOutcome
 from streamrl.environments.tool_calls.call_formats import check_call
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.tool_schema import get_tool_name
-from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources.mcp_tools import McpTools
 from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError

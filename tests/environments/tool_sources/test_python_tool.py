@@ -3,12 +3,12 @@
 import pytest
 import pytest_asyncio
 
+from streamrl.environments.config import ToolConfig
 from streamrl.environments.interface import CallOutcome
-from streamrl.environments.tool_config import ToolConfig
 from streamrl.environments.tool_sources import python_tools
 from streamrl.environments.tool_sources.python_tools import LOST, PythonTools, ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError
-from streamrl.user_code.sandbox.backend_choice import IsolationError
+from streamrl.user_code.sandbox.sandbox import IsolationError
 from tests.descendants import descendants
 
 module_loop = pytest.mark.asyncio(loop_scope="module")

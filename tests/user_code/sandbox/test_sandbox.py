@@ -20,11 +20,6 @@ import pytest_asyncio
 
 from streamrl.errors import ConfigError
 from streamrl.user_code.reward_result import RewardOutcome
-from streamrl.user_code.sandbox.backend_choice import (
-    _export_filter,
-    build_syscall_filter,
-    probe_isolation,
-)
 from streamrl.user_code.sandbox.jail import (
     ENVIRONMENT,
     NO_ISOLATION,
@@ -45,7 +40,12 @@ from streamrl.user_code.sandbox.program import (
     SandboxProgram,
     StdinTest,
 )
-from streamrl.user_code.sandbox.sandbox import Sandbox
+from streamrl.user_code.sandbox.sandbox import (
+    Sandbox,
+    _export_filter,
+    build_syscall_filter,
+    probe_isolation,
+)
 from streamrl.user_code.sandbox.verdicts import make_program_message
 from streamrl.user_code.sandbox.verdicts import make_test_message as message_of
 from tests.descendants import descendants
