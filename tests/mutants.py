@@ -415,7 +415,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/environments/episodes/test_driver.py -k group_is_trained_only_whole",
     ),
     Mutant(
-        "environments/episodes/episode.py",
+        "environments/episodes/driver.py",
         "if not np.array_equal(sampled.token_ids[:start], self.token_ids):",
         "if len(sampled.token_ids) < start:",
         "tests/environments/episodes/test_driver.py -k does_not_continue_the_episode",

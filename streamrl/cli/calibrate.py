@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from streamrl.cli.arguments.arg_types import parse_path
-from streamrl.cli.arguments.config_args import add_run_cluster_argument, read_run_cluster
+from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.dataflow import GENERATE_CALL, POLICY, CallKind
+from streamrl.placement.clusters import Cluster
 from streamrl.placement.placements import Placement
 from streamrl.planner.calibration.advice import describe_excluded_steps
 from streamrl.planner.calibration.fit_timings import CoefficientEstimate, FittedTimings, fit_timings
@@ -200,7 +200,12 @@ def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) ->
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=parse_path, metavar="RUN", help="run directory")
-    add_run_cluster_argument(parser)
+    parser.add_argument(
+        "--cluster",
+        type=parse_nonempty,
+        metavar="8xH100",
+        help="cluster that the run used; not needed for the CPU cores of one machine",
+    )
     parser.add_argument(
         "-o",
         dest="output",
@@ -216,7 +221,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         check_output_file("-o", arguments.output, inputs=[arguments.run_dir])
     with show_progress(f"reading {arguments.run_dir}") as progress:
-        cluster = read_run_cluster(arguments)
+        cluster = arguments.cluster and Cluster.from_text(arguments.cluster)
         trace = load_run_trace(arguments.run_dir)
         planned = PlannedRun.from_trace(trace, trace.config, cluster)
         progress.describe("fitting")

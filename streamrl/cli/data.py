@@ -5,7 +5,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,11 @@ from streamrl.cli.arguments.config_args import (
     add_recipe_argument,
     read_file_options,
 )
-from streamrl.config.run_config import ConfigSections, load_sections
+from streamrl.config.run_config import load_sections
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.config import DataConfig, DataFile
 from streamrl.data.prompt_file import ClassifiedRow, PromptFile, PromptLimits, RowStatus
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import read_model_length, read_vocab_size
 from streamrl.files.printable_text import format_quantity
 from streamrl.telemetry.progress import ProgressLine, show_progress
 
@@ -170,23 +169,17 @@ def _validate_files(
         raise ConfigError(
             "data check: give --model, or a --config with model.path; its tokenizer counts tokens"
         )
-    limits = _make_limits(recipe, str(model), has_config=arguments.config is not None)
+    if arguments.config is None:
+        # A prompt may be one token shorter than the context, and name any environment.
+        recipe.generator.max_new_tokens = 1
+    limits = recipe.make_prompt_limits(str(model), most_tokens=recipe.model.max_length)
+    if arguments.config is None:
+        limits = replace(limits, environments=None)
     tokenizer, reports = load_tokenizer(str(model)), []
     for file in files:
         progress.describe(f"checking {Path(file.path).name}", unit="rows")
         reports.append(validate_file(file, tokenizer, limits, track=progress.track))
     return str(model), limits, reports
-
-
-def _make_limits(recipe: ConfigSections, model: str, *, has_config: bool) -> PromptLimits:
-    """Return a prompt's limits; without a config it may be one token shorter than the context."""
-    most = recipe.data.compute_prompt_limit(
-        model_tokens=read_model_length(model, limit=recipe.model.max_length),
-        max_new_tokens=recipe.max_completion_tokens if has_config else 1,
-        key=recipe.completion_limit_key,
-    )
-    environments = tuple(recipe.environment.specs) if has_config else None
-    return PromptLimits(most, read_vocab_size(model), recipe.data.on_long_prompt, environments)
 
 
 def describe_file(report: FileReport, limits: PromptLimits) -> list[str]:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,12 @@ from streamrl.cli.data import parse_named_files
 from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.config import DataFile
-from streamrl.data.prompt_file import PromptLimits, load_prompts
+from streamrl.data.prompt_file import load_prompts
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.environments.episodes.driver import make_environment_seed, start_episode_driver
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import make_trusted_env, read_model_length, read_vocab_size
+from streamrl.files.hf_config import make_trusted_env, read_model_length
 from streamrl.files.printable_text import format_quantity
 from streamrl.files.typed_settings import check_settings
 from streamrl.messages import Columns, Prompt, rollouts_to_columns
@@ -55,14 +55,6 @@ SAMPLING_OPTIONS: Mapping[str, tuple[type, str, str]] = {
     "pass_score": (float, "SCORE", "lowest score that passes"),
 }
 """Settings `evaluation.*` with command-line options: type, metavar and help."""
-
-
-@dataclass(frozen=True)
-class EvaluationSubject:
-    """Model to evaluate, with the settings of its run or of a recipe."""
-
-    model_dir: Path
-    config: ConfigSections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,17 +93,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with show_progress("reading config and prompts") as progress:
-        result, subject, seconds = _evaluate(arguments, progress)
-    _print_result(result, subject, seconds, as_json=arguments.json)
+        result, config, seconds = _evaluate(arguments, progress)
+    _print_result(result, config, seconds, as_json=arguments.json)
     return 0
 
 
 def _evaluate(
     arguments: argparse.Namespace, progress: ProgressLine
-) -> tuple[EvaluationResult, EvaluationSubject, float]:
-    """Evaluate the model of the command line; return the seconds that this took, too."""
-    subject = load_subject(arguments.model, arguments.config)
-    config = subject.config
+) -> tuple[EvaluationResult, ConfigSections, float]:
+    """Evaluate the model of the command line; return its settings and the seconds that it took."""
+    config = load_model_settings(arguments.model, arguments.config)
     if arguments.reward is not None:
         config.rewards = [RewardConfig(kind=arguments.reward)]
     if arguments.max_new_tokens is not None:
@@ -127,8 +118,8 @@ def _evaluate(
     if not files:
         raise ConfigError("evaluate: give prompt files with --data, or data.eval in the recipe")
     started = time.monotonic()
-    result = asyncio.run(_evaluate_files(subject, files, progress))
-    return result, subject, time.monotonic() - started
+    result = asyncio.run(_evaluate_files(config, files, progress))
+    return result, config, time.monotonic() - started
 
 
 def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:
@@ -136,8 +127,8 @@ def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> 
     return replace(config, **{name: value for name, value in options.items() if value is not None})
 
 
-def load_subject(path: Path, recipe: Path | None) -> EvaluationSubject:
-    """Find the model to evaluate and its settings.
+def load_model_settings(path: Path, recipe: Path | None) -> ConfigSections:
+    """Find the model to evaluate; return its settings, with its directory as model.path.
 
     path: model directory, checkpoint, or run directory, whose newest checkpoint counts. recipe:
     config file or run directory with the settings; None: those of the run, else defaults. Raises
@@ -166,30 +157,21 @@ def load_subject(path: Path, recipe: Path | None) -> EvaluationSubject:
         stop=config.generator.stop,
         stop_token_ids=config.generator.stop_token_ids,
     )
-    return EvaluationSubject(path, config)
+    config.model.path = str(path)
+    return config
 
 
 async def _evaluate_files(
-    subject: EvaluationSubject, files: Mapping[str, DataFile], progress: ProgressLine
+    config: ConfigSections, files: Mapping[str, DataFile], progress: ProgressLine
 ) -> EvaluationResult:
     from streamrl.engines.models.supported_models import check_weight_files
 
-    config, model = subject.config, str(subject.model_dir)
+    model = config.model.path
     rewards = build_rewards(config.rewards, RewardContext(config.scorer, config.sandbox))
-    check_model_dir(subject.model_dir, "evaluate ")
+    check_model_dir(Path(model), "evaluate ")
     check_weight_files(model, "model.path")
     tokenizer = load_tokenizer(model)
-    limit = config.data.compute_prompt_limit(
-        model_tokens=read_model_length(model, limit=None),
-        max_new_tokens=config.max_completion_tokens,
-        key=config.completion_limit_key,
-    )
-    limits = PromptLimits(
-        limit,
-        read_vocab_size(model),
-        config.data.on_long_prompt,
-        tuple(config.environment.specs),
-    )
+    limits = config.make_prompt_limits(model, most_tokens=None)
     loaded = load_prompts([*files.values()], tokenizer, limits, max_prompts=config.evaluation.limit)
     for note in await rewards.run_preflight():
         print(f"streamrl: {note}", file=sys.stderr)
@@ -198,7 +180,7 @@ async def _evaluate_files(
         rewards.check_prompts(file_prompts)
     progress.describe("loading the model")
     longest = max(len(prompt.token_ids) for group in prompts.values() for prompt in group)
-    engine = await start_engine(subject, longest + config.max_completion_tokens)
+    engine = await start_engine(config, longest + config.max_completion_tokens)
 
     async def score(prompt: Prompt, rollouts: Columns) -> Columns:
         result = await rewards.judge_group(prompt, decode_rollouts(tokenizer, rollouts))
@@ -207,7 +189,7 @@ async def _evaluate_files(
 
     try:
         await rewards.start()
-        async with _open_sampler(subject, engine) as generate:
+        async with _open_sampler(config, engine) as generate:
             progress.describe("evaluating", sum(map(len, prompts.values())), "prompts")
             return await evaluate_policy(
                 prompts, generate=generate, score=score, config=config.evaluation
@@ -219,10 +201,10 @@ async def _evaluate_files(
 
 @asynccontextmanager
 async def _open_sampler(
-    subject: EvaluationSubject, engine: "GenerationEngine"
+    config: ConfigSections, engine: "GenerationEngine"
 ) -> AsyncIterator[GenerateFn]:
     """Yield the function that samples the rollouts of a prompt: completions, or episodes."""
-    config, sampling = subject.config, subject.config.evaluation.sampling
+    sampling = config.evaluation.sampling
 
     async def generate(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
         rollouts = await engine.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
@@ -235,7 +217,7 @@ async def _open_sampler(
         config.environment,
         config.data,
         engine,
-        model_path=str(subject.model_dir),
+        model_path=config.model.path,
         max_turn_tokens=config.generator.max_new_tokens,
         num_slots=config.generator.max_concurrent_rollouts,
     )
@@ -256,7 +238,7 @@ async def _open_sampler(
         await driver.close()
 
 
-async def start_engine(subject: EvaluationSubject, max_length: int) -> "GenerationEngine":
+async def start_engine(config: ConfigSections, max_length: int) -> "GenerationEngine":
     """Start vLLM in this process; `max_length` limits the tokens of prompt plus completion."""
     from streamrl.distributed.devices import has_local_gpu
     from streamrl.engines.generation.generation_engine import GenerationEngine
@@ -267,21 +249,20 @@ async def start_engine(subject: EvaluationSubject, max_length: int) -> "Generati
     warnings.simplefilter("ignore", FutureWarning)
     # vLLM reads the environment on import, which happens inside GenerationEngine.start.
     os.environ.update(make_vllm_env("cuda" if has_local_gpu() else "cpu", threads=threads))
-    config = subject.config
     generator = replace(config.generator, threads=threads)
-    spec = EngineSpec(str(subject.model_dir), generator, max_length, config.evaluation.seed)
+    spec = EngineSpec(config.model.path, generator, max_length, config.evaluation.seed)
     engine = await GenerationEngine.start(spec)
     await engine.use_model_dir(0)
     return engine
 
 
 def _print_result(
-    result: EvaluationResult, subject: EvaluationSubject, seconds: float, *, as_json: bool
+    result: EvaluationResult, config: ConfigSections, seconds: float, *, as_json: bool
 ) -> None:
-    model, config = subject.model_dir, subject.config
+    model = config.model.path
     rewards = [reward.kind for reward in config.rewards]
     if as_json:
-        fields = {"model": str(model), "rewards": rewards, "seconds": seconds}
+        fields = {"model": model, "rewards": rewards, "seconds": seconds}
         fields |= {"unscored": result.num_unscored}
         fields |= {"unscored_samples": result.num_unscored_samples, **_result_to_dict(result)}
         for key, parts in (("by_source", result.by_source), ("by_file", result.by_file)):

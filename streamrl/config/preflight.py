@@ -23,7 +23,7 @@ from streamrl.data.pretrain_texts import load_texts
 from streamrl.data.prompt_file import (
     LazyTokenizer,
     LoadedFile,
-    PromptLimits,
+    PromptInspector,
     TrainingFiles,
     load_prompts,
     open_training_files,
@@ -108,7 +108,7 @@ def prepare_run(
     rewards = build_rewards(config.rewards, context)
     costs = [build_rewards(config.costs, context, score_spec=COSTS)] if config.costs else []
     build_group_filter(config.filter)
-    model_tokens = _check_model_files(config)
+    _check_model_files(config)
     notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
     first_prompts: dict[str, Prompt] = {}
 
@@ -119,7 +119,7 @@ def prepare_run(
             reward_set.check_prompts(prompts)
         on_checked(len(prompts))
 
-    train, evaluation = _open_prompt_files(config, model_tokens, inspect)
+    train, evaluation = open_prompt_files(config, inspect)
     eval_prompts = {loaded.file.name: loaded.prompts for loaded in evaluation}
     for prompts in eval_prompts.values():
         inspect(prompts)
@@ -175,21 +175,16 @@ def _get_model_path(config: RunConfig, call: ModelCall) -> str:
     return config.get_model_path(role)
 
 
-def _open_prompt_files(
-    config: RunConfig, model_tokens: int, inspect: Callable[[Sequence[Prompt]], None]
+def open_prompt_files(
+    config: RunConfig, inspect: PromptInspector = lambda prompts: None
 ) -> tuple[TrainingFiles, list[LoadedFile]]:
     """Open the training files and load the evaluation files; `inspect` receives training prompts.
 
-    model_tokens: context length of the model.
+    Raises ConfigError if the model or a file cannot be read.
     """
-    data, max_new_tokens = config.data, config.max_completion_tokens
-    limit = data.compute_prompt_limit(
-        model_tokens=model_tokens, max_new_tokens=max_new_tokens, key=config.completion_limit_key
-    )
-    left_tokens = config.pipeline.micro_batch_tokens - max_new_tokens
-    tokenizer, environments = LazyTokenizer(config.model.path), tuple(config.environment.specs)
-    vocab_size = read_vocab_size(config.model.path)
-    limits = PromptLimits(limit, vocab_size, data.on_long_prompt, environments)
+    data, tokenizer = config.data, LazyTokenizer(config.model.path)
+    limits = config.make_prompt_limits(config.model.path, most_tokens=config.model.max_length)
+    left_tokens = config.pipeline.micro_batch_tokens - config.max_completion_tokens
     train = open_training_files(
         data.train_files,
         tokenizer,
@@ -203,20 +198,19 @@ def _open_prompt_files(
     return train, evaluation
 
 
-def _check_model_files(config: RunConfig) -> int:
-    """Return the context length of the policy's model.
+def _check_model_files(config: RunConfig) -> None:
+    """Check the files of the models, and that the policy's vocabulary has the stop tokens.
 
-    Raises ConfigError for a model of a checkpoint that has changed since, or unknown stop tokens.
+    Raises ConfigError, also for a model of a checkpoint that has changed since.
     """
     for key, path in (("model.path", config.model.path), ("critic.path", config.critic.path)):
         if path:
             check_model_dir(Path(path), f"{key}=")
-    model_tokens = read_model_length(config.model.path, limit=config.model.max_length)
+    read_model_length(config.model.path, limit=config.model.max_length)
     vocab_size = read_vocab_size(config.model.path)
     exceeds = any(token_id >= vocab_size for token_id in config.generator.stop_token_ids)
     rule = f"the vocabulary has ids below {vocab_size}"
     check_conflicts(config, [(exceeds, "generator.stop_token_ids", rule)])
-    return model_tokens
 
 
 def _check_trained_model(config: RunConfig, role: str) -> list[str]:

@@ -190,9 +190,13 @@ def _check_metric_rows(run_dir: Path) -> None:
 def repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
     """Redistribute the groups in a run's journals over the configured number of queue shards.
 
+    Does nothing if the number is the same, or the run has no journals.
+
     layout: present shard folders, which stay valid until one rename makes the new layout current.
     Raises OSError and JournalError.
     """
+    if not config.queue.journal.enabled or layout.shards == config.queue.shards:
+        return
     new = QueueLayout(config.queue.shards, find_next_generation(resume.run_dir))
     folders = [get_journal_dir(resume.run_dir, name) for name in new.shard_names]
     schemas = _make_stage_schemas(config.dataflow)

@@ -6,10 +6,10 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -49,10 +49,12 @@ from streamrl.engines.trainer_config import (
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.files.bounded_read import read_small_yaml, wrap_file_errors
+from streamrl.files.hf_config import read_model_length, read_vocab_size
 from streamrl.files.typed_settings import (
     Conflict,
     at_least,
     check_conflicts,
+    find_conflict,
     get_fields,
     merge_settings,
     prepare_settings,
@@ -77,6 +79,9 @@ from streamrl.stream.run_state import PipelineConfig
 from streamrl.telemetry.config import TelemetryConfig
 from streamrl.weights import WeightsConfig
 from streamrl.weights.config import AUTO
+
+if TYPE_CHECKING:
+    from streamrl.data.prompt_file import PromptLimits
 
 #: Settings of other systems that streamrl refuses on purpose, with the reason.
 UNSUPPORTED_SETTINGS = dict.fromkeys(
@@ -199,6 +204,22 @@ class ConfigSections:
         if self.environment.is_enabled:
             return self.environment.max_tokens
         return self.generator.max_new_tokens
+
+    def make_prompt_limits(self, model: str, *, most_tokens: int | None) -> "PromptLimits":
+        """Return the limits of prompts for a model, of whose context `most_tokens` are used.
+
+        Raises ConfigError if the model cannot be read, or leaves no room for a prompt.
+        """
+        # Reads data files, which most commands do not.
+        from streamrl.data.prompt_file import PromptLimits
+
+        most = self.data.compute_prompt_limit(
+            model_tokens=read_model_length(model, limit=most_tokens),
+            max_new_tokens=self.max_completion_tokens,
+            key=self.completion_limit_key,
+        )
+        environments = tuple(self.environment.specs)
+        return PromptLimits(most, read_vocab_size(model), self.data.on_long_prompt, environments)
 
     @property
     def completion_limit_key(self) -> str:
@@ -523,20 +544,12 @@ def _iter_pool_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def find_colocation_conflict(config: RunConfig) -> str:
     """Return why generators cannot run inside the trainer's ranks, naming the setting, or ""."""
-    return _format_first_conflict(config, _iter_colocation_conflicts(config))
+    return find_conflict(config, _iter_colocation_conflicts(config))
 
 
 def find_conflict_at_any_size(config: RunConfig) -> str:
     """Return a setting that forbids a colocated run of any size, with the reason, or ""."""
-    return _format_first_conflict(config, _iter_sizeless_conflicts(config))
-
-
-def _format_first_conflict(config: RunConfig, conflicts: Iterable[Conflict]) -> str:
-    try:
-        check_conflicts(config, conflicts)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return find_conflict(config, _iter_sizeless_conflicts(config))
 
 
 def _iter_colocation_conflicts(config: RunConfig) -> Iterator[Conflict]:

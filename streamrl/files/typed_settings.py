@@ -272,15 +272,21 @@ def list_fixed_settings(kind: Any, prefix: str = "") -> list[str]:
     return keys
 
 
-def check_conflicts(settings: Any, conflicts: Iterable[Conflict], section: str = "") -> None:
-    """Raise ConfigError for the first conflict that applies, with its setting, value and reason.
+def find_conflict(settings: Any, conflicts: Iterable[Conflict], section: str = "") -> str:
+    """Return the first conflict that applies as setting, value and reason; "" if none does.
 
     settings: a section, or a whole config with settings as "trainer.lr". section: as "scorer.".
     """
     for applies, key, reason in conflicts:
         if applies:
-            value = format_value(get_setting(settings, key))
-            raise ConfigError(f"{section}{key}={value}: {reason}")
+            return f"{section}{key}={format_value(get_setting(settings, key))}: {reason}"
+    return ""
+
+
+def check_conflicts(settings: Any, conflicts: Iterable[Conflict], section: str = "") -> None:
+    """Raise ConfigError for the first conflict that applies, as `find_conflict` returns it."""
+    if conflict := find_conflict(settings, conflicts, section):
+        raise ConfigError(conflict)
 
 
 def get_setting(settings: Any, key: str) -> Any:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from streamrl.config.preflight import open_prompt_files
 from streamrl.config.run_config import RunConfig
-from streamrl.data.prompt_file import LazyTokenizer, PromptLimits, load_prompts, open_training_files
 from streamrl.dataflow import (
     COST_VALUE_CALL,
     CRITIC_ROLES,
@@ -16,7 +16,6 @@ from streamrl.dataflow import (
 )
 from streamrl.engines.models.model_shapes import ModelShape, add_adapter_params, load_model_shape
 from streamrl.errors import ConfigError
-from streamrl.files.hf_config import read_model_length, read_vocab_size
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory, RunOptions
@@ -176,18 +175,7 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
     model or a file cannot be read.
     """
     try:
-        limit = config.data.compute_prompt_limit(
-            model_tokens=read_model_length(config.model.path, limit=config.model.max_length),
-            max_new_tokens=config.max_completion_tokens,
-            key=config.completion_limit_key,
-        )
-        data, tokenizer = config.data, LazyTokenizer(config.model.path)
-        vocab_size, environments = read_vocab_size(config.model.path), config.environment.specs
-        limits = PromptLimits(limit, vocab_size, data.on_long_prompt, tuple(environments))
-        opened = open_training_files(data.train_files, tokenizer, limits)
-        evaluation = load_prompts(
-            data.eval_files, tokenizer(), limits, max_prompts=config.evaluation.limit
-        )
+        opened, evaluation = open_prompt_files(config)
     except ConfigError as error:
         raise ConfigError(f"{error}; give the prompt length with --prompt-tokens N") from None
     longest = max(

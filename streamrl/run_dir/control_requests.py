@@ -14,6 +14,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from streamrl.errors import ConfigError
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
@@ -29,6 +32,7 @@ LEAVE_TIMEOUT_S = 30.0
 START_MARGIN_S = 120.0
 """Time for a joining replica to start, beyond the timeout of its engine."""
 POLL_INTERVAL_S = 0.1
+PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
 _REQUEST_SUFFIX, _TAKEN_SUFFIX, _ANSWER_SUFFIX = ".request.json", ".taken.json", ".answer.json"
 
 
@@ -86,7 +90,7 @@ class ScaleRequestInbox:
     def write_answer(self, request: str, answer: ScaleAnswer) -> None:
         """Write the answer to a scale request, by its id. The client may be gone."""
         path = self._folder / f"{request}{_ANSWER_SUFFIX}"
-        text = json.dumps({"lines": list(answer.lines), "is_done": answer.is_done})
+        text = json.dumps(vars(answer))
         if self._folder.is_dir():
             with wrap_disk_errors(path):
                 write_atomic(path, text)
@@ -139,15 +143,12 @@ def request_scale(
                 )
             sleep(POLL_INTERVAL_S)
         with wrap_file_errors(answer_path):
-            content = read_small_json(answer_path)
-            if not isinstance(content, dict) or not isinstance(content.get("lines"), list):
-                raise ValueError("not an answer of a run")
+            return msgspec.convert(read_small_json(answer_path), ScaleAnswer)
     except FileNotFoundError:
         raise ConfigError(f"{run_dir}: the run has ended") from None
     finally:
         for path in (request_path, taken_path, answer_path):
             path.unlink(missing_ok=True)
-    return ScaleAnswer([str(line) for line in content["lines"]], content.get("is_done") is True)
 
 
 def _withdraw_request(request_path: Path) -> bool:
@@ -160,8 +161,5 @@ def _withdraw_request(request_path: Path) -> bool:
 
 
 def _read_request(name: str, path: Path) -> ScaleRequest:
-    counts = read_small_json(path)["counts"]
-    for role, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{role}={count!r}: must be a whole number, 1 or more")
-    return ScaleRequest(name, dict(counts))
+    counts = msgspec.convert(read_small_json(path)["counts"], dict[str, PositiveCount])
+    return ScaleRequest(name, counts)

@@ -29,6 +29,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from streamrl.errors import ConfigError, StreamError
 from streamrl.files.atomic_write import wrap_os_errors
@@ -41,8 +44,8 @@ HEARTBEAT_TIMEOUT_S = 5 * HEARTBEAT_INTERVAL_S
 FORK_CLOSE_TIMEOUT_S = 5.0
 """Longest wait for a forked child of a dead owner to close the inherited lock file."""
 _POLL_INTERVAL_S = 0.5
-_MAX_NUMBER = 1e12
-"""Bound of the numbers in a lock file, above any valid pid, tick count or epoch second."""
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+"""Number in a lock file; the bound is above any valid pid, tick count or epoch second."""
 _NO_FLOCK_ERRNOS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """Error numbers of flock on a file system without flock."""
 _LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)
@@ -70,9 +73,9 @@ class RunOwner:
     host: str
     boot: str
     processes: str
-    pid: int
-    start: int
-    since: float
+    pid: _Count
+    start: _Count
+    since: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
     @classmethod
     def from_this_process(cls) -> "RunOwner":
@@ -259,16 +262,12 @@ def read_owner(folder: Path) -> RunOwner | None:
     Reads the lock file afresh, since another node may have changed it.
     """
     try:
-        fields = read_small_json(folder / LOCK_FILE)
-        owner = RunOwner(**fields)
+        owner = msgspec.convert(read_small_json(folder / LOCK_FILE), RunOwner)
     except (OSError, ValueError, TypeError):
         # A new owner may have locked the file and not written it yet.
         return None
-    numbers, texts = (owner.pid, owner.start, owner.since), (owner.host, owner.boot, owner.id)
-    is_valid = all(
-        isinstance(number, int | float) and 0 <= number < _MAX_NUMBER for number in numbers
-    )
-    return owner if is_valid and all(str(text).isprintable() for text in texts) else None
+    texts = (owner.host, owner.boot, owner.id)
+    return owner if all(text.isprintable() for text in texts) else None
 
 
 def _lock_file(folder: Path, file: int, kind: int) -> bool:

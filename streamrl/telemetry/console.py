@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.files.printable_text import make_printable
-from streamrl.telemetry.metric_names import IDLE_PREFIX, Histogram, MetricsRow
+from streamrl.telemetry.metric_names import IDLE_PREFIX, Histogram, MetricsRow, select_prefixed
 from streamrl.telemetry.progress import (
     ACCENT,
     BAR_WIDTH,
@@ -108,7 +108,7 @@ class RunProgress:
         self._collect_stages(numbers)
         evals = {
             name: value
-            for name, value in select_prefix(numbers, EVAL_PREFIX).items()
+            for name, value in select_prefixed(numbers, EVAL_PREFIX).items()
             if "/" not in name
         }
         for name, value in evals.items():
@@ -118,7 +118,7 @@ class RunProgress:
     def _collect_stages(self, numbers: Mapping[str, float]) -> None:
         # idle/ before queue/depth/, so that generate, which has no queue, comes first.
         for prefix in (IDLE_PREFIX, DEPTH_PREFIX):
-            for stage in select_prefix(numbers, prefix):
+            for stage in select_prefixed(numbers, prefix):
                 if stage not in self.stages:
                     self.stages.append(stage)
 
@@ -145,11 +145,6 @@ class RunProgress:
         steps_left = max(self.run_info.num_steps - self.step, 0)
         total_s = steps_left * statistics.median(self.recent_step_s)
         return max(total_s - since_step_s, 0.0)
-
-
-def select_prefix(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the values whose names start with a prefix, by the rest of the name."""
-    return {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
 
 
 def render_sparkline(values: Sequence[float], width: int) -> str:

@@ -153,3 +153,12 @@ def parse_metrics_row(line: Mapping[str, Any]) -> MetricsRow:
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{name}={value!r:.40}: neither a number nor a histogram") from None
     return row
+
+
+def select_prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values whose names start with a prefix and that are not None, by the rest."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in row.items()
+        if name.startswith(prefix) and value is not None
+    }

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
 from streamrl.files.bounded_read import open_regular_file, parse_json, wrap_file_errors
 from streamrl.messages import TokenSource, parse_uid
-from streamrl.telemetry.metric_names import to_json_value
+from streamrl.telemetry.metric_names import select_prefixed, to_json_value
 
 ROLLOUTS_FOLDER = "rollouts"
 SAMPLED = TokenSource.SAMPLED.name.lower()
@@ -273,15 +273,6 @@ def groups_to_json(groups: Sequence[RecordedGroup]) -> dict[str, Any]:
         facts = {"mean_score": to_json_value(mean), "rollouts": rollouts}
         described.append(msgspec.to_builtins(group) | facts)
     return {"groups": described}
-
-
-def select_prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values whose names start with a prefix and that are not None, by the rest."""
-    return {
-        name.removeprefix(prefix): value
-        for name, value in row.items()
-        if name.startswith(prefix) and value is not None
-    }
 
 
 def _list_step_files(folder: Path) -> dict[int, Path]:

@@ -11,7 +11,7 @@ from examples.calculator.calculator import Calculator
 from examples.calculator.problems import make_rows
 from examples.toy_models.rows import get_question
 from streamrl.config.run_config import load_config
-from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.environments.hosts.environment_host import load_user_class
 from streamrl.environments.interface import CallOutcome, EpisodeSummary
 from streamrl.environments.tool_calls.call_formats import make_call_format
 from streamrl.messages import Prompt

@@ -12,7 +12,7 @@ from examples.guess import training
 from examples.guess.guess import MAX_GUESSES, NUMBERS, Guess
 from examples.guess.problems import make_rows
 from streamrl.config.run_config import load_config
-from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.environments.hosts.environment_host import load_user_class
 from streamrl.environments.interface import EpisodeSummary, Reply
 from streamrl.messages import Prompt
 from tests.examples.turns import check_demonstrations

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.environments.hosts.environment_host import load_user_class
 from streamrl.environments.interface import Reply, Turn
 
 FOLDER = Path("examples/text_games")

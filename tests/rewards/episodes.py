@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from streamrl.environments.episodes.episode import Episode, EpisodeSample
+from streamrl.environments.episodes.driver import Episode, EpisodeSample
 from streamrl.environments.interface import Message
 from streamrl.messages import FinishReason, Rollout, TokenSource, TurnOutcome
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.environments.episodes.episode import episodes_to_columns
+from streamrl.environments.episodes.driver import episodes_to_columns
 from streamrl.errors import RewardError
 from streamrl.messages import Experience, FilteredGroup, GroupLease, Prompt, TokenSource
 from streamrl.messages import rollouts_to_columns as columns_of

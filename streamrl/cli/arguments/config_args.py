@@ -4,10 +4,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
+from streamrl.cli.arguments.arg_types import parse_path
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE
 from streamrl.errors import ConfigError
-from streamrl.placement.clusters import Cluster
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,16 +62,3 @@ def read_file_options(arguments: argparse.Namespace, *, has_file: bool) -> dict[
             " remove it"
         )
     return given
-
-
-def add_run_cluster_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cluster",
-        type=parse_nonempty,
-        metavar="8xH100",
-        help="cluster that the run used; not needed for the CPU cores of one machine",
-    )
-
-
-def read_run_cluster(arguments: argparse.Namespace) -> Cluster | None:
-    return None if arguments.cluster is None else Cluster.from_text(arguments.cluster)

@@ -3,23 +3,39 @@
 Sync methods of a session's object run in one thread of the episode, async methods as tasks. A call
 may be given up at any time. An async method is then cancelled. A thread cannot be stopped: its call
 is counted as hanging until it returns, and the pool replaces a host with hanging calls.
+
+Classes of users have one of two shapes:
+
+class Guess:                        turns: the class has `step`
+    def reset(self, row, seed): ...
+    def step(self, reply): ...
+    def score(self, episode): ...   optional, as are reset, close, and for tests
+    def oracle(self, row, messages): ...
+
+class Calculator:                   tools: its other public methods
+    def reset(self, row): ...
+    def calculate(self, expression: str) -> str: ...
+    def score(self, episode): ...
 """
 
 import asyncio
 import contextvars
 import copy
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from streamrl.environments.config import (
     OPENENV_KIND,
     PYTHON,
+    SECTION,
     EnvironmentConfig,
+    EnvironmentSpec,
     ToolConfig,
     get_environment_section,
 )
@@ -30,7 +46,6 @@ from streamrl.environments.hosts.host_protocol import (
     HostRequest,
     HostResponse,
 )
-from streamrl.environments.hosts.user_class import CONSTRUCTOR, UserClass, load_user_class
 from streamrl.environments.interface import (
     CallOutcome,
     EnvironmentStep,
@@ -49,29 +64,158 @@ from streamrl.environments.tool_calls.reply_text import (
     make_call_id,
     replace_surrogates,
 )
-from streamrl.environments.tool_calls.tool_schema import get_tool_name
+from streamrl.environments.tool_calls.tool_schema import get_tool_name, make_tool_schema
 from streamrl.environments.tool_sources.python_tools import (
     PythonTools,
     ToolAnswer,
     ToolSession,
     ToolSource,
 )
-from streamrl.errors import (
-    ConfigError,
-    EpisodeError,
-    EpisodeOutageError,
-    EpisodeTimeoutError,
-    ServiceOutageError,
-)
+from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, ServiceOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.files.optional_package import import_optional
-from streamrl.files.python_module import FileFunction
+from streamrl.files.python_module import FileFunction, load_referenced_class, make_file_function
 from streamrl.messages import Prompt
 from streamrl.user_code.checks import format_returned, to_finite_float
 from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
 from streamrl.user_code.pool.worker import exit_if_forked
 from streamrl.user_code.service_gate import is_silent
+
+RESET_PARAMETERS = ("row", "seed")
+"""Parameters that `reset` may declare."""
+POSITIONAL_ARGUMENTS = {
+    "step": ("reply",),
+    "score": ("episode",),
+    "oracle": ("row", "messages"),
+    "close": (),
+}
+"""Positional arguments of the other methods that are not tools."""
+CONSTRUCTOR = "__init__"
+
+
+@dataclass(frozen=True)
+class UserClass:
+    """Environment class of a user, or that of OpenEnv.
+
+    options: keyword arguments of the constructor.
+    methods: `reset`, `step`, `score`, `oracle`, `close` and tools by name, as far as the class has
+        them, and the constructor.
+    reset_arguments: names of the arguments that `reset` takes.
+    """
+
+    class_object: type
+    options: Mapping[str, Any]
+    description: EnvironmentDescription
+    methods: Mapping[str, FileFunction]
+    reset_arguments: tuple[str, ...]
+
+    @cached_property
+    def is_async(self) -> bool:
+        """True if all methods besides the constructor are async: an episode keeps no thread."""
+        return all(m.is_async for name, m in self.methods.items() if name != CONSTRUCTOR)
+
+
+def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserClass:
+    """Load the class that a spec names, and check its constructor and methods.
+
+    Without a class, the environment consists of the tools in `spec.tools`. section: config section
+    of the spec, for errors. Raises ConfigError if the file cannot be imported, the class has
+    neither shape or both, a method has other parameters than its caller passes, or the constructor
+    does not take the options.
+    """
+    if not spec.has_class:
+        return _make_bare_class()
+    file, class_object, label = _import_class(spec, section)
+    constructor = make_file_function(file, class_object.__name__, class_object, label=label)
+    _check_options(constructor, spec.options, section)
+    is_openenv = spec.kind == OPENENV_KIND
+    if is_openenv:
+        class_object(**spec.options)  # refuses values that it cannot use
+    methods = _find_methods(class_object, file, label)
+    other = ("reset", *POSITIONAL_ARGUMENTS)
+    tools = [name for name in methods if name not in other and not is_openenv]
+    if "step" in methods and spec.tools:
+        raise ConfigError(
+            f"{section}.tools: {label} in {file} has step(self, reply), which answers every reply;"
+            " tools need a class without step, or none"
+        )
+    if ("step" in methods) == bool(tools or spec.tools):
+        found = f"step and also {', '.join(tools)}" if tools else "no public method"
+        raise ConfigError(
+            f"{label}: in {file} has {found}; write either step(self, reply), which returns a Turn,"
+            " or tools: public methods with annotated parameters and a docstring (helpers: _name)"
+        )
+    for name, arguments in POSITIONAL_ARGUMENTS.items():
+        if name in methods:
+            methods[name].check_positional(arguments)
+    reset_arguments: tuple[str, ...] = ()
+    if "reset" in methods:
+        reset_arguments = methods["reset"].select_arguments(RESET_PARAMETERS)
+    description = EnvironmentDescription(
+        name=class_object.__name__,
+        file=file,
+        has_step="step" in methods,
+        tools=tuple(make_tool_schema(methods[name].function) for name in tools),
+        has_score="score" in methods,
+        has_oracle="oracle" in methods,
+    )
+    return UserClass(
+        class_object,
+        spec.options,
+        description,
+        {CONSTRUCTOR: constructor, **methods},
+        reset_arguments,
+    )
+
+
+def _make_bare_class() -> UserClass:
+    """Return the class of an environment that has tools only."""
+    name = "an environment without a class"
+    description = EnvironmentDescription(name=name, file="", has_step=False)
+    constructor = FileFunction("", name, object, {}, name)
+    return UserClass(object, {}, description, {CONSTRUCTOR: constructor}, ())
+
+
+def _import_class(spec: EnvironmentSpec, section: str) -> tuple[str, type, str]:
+    """Return the file of the class, the class, and its setting=value for errors."""
+    if spec.kind == OPENENV_KIND:
+        setting = spec.format_setting(section)
+        name = "streamrl.environments.hosts.openenv"
+        module = import_optional(name, setting=setting, extra=spec.kind)
+        return str(module.__file__), module.OpenEnvEnvironment, setting
+    file, class_object = load_referenced_class(spec.path, setting=f"{section}.path")
+    path = spec.path.removesuffix(f":{class_object.__name__}")
+    return file, class_object, f"{section}.path={path}:{class_object.__name__}"
+
+
+def _find_methods(class_object: type, file: str, label: str) -> dict[str, FileFunction]:
+    """Return the public methods, inherited ones included, in the order of their definition."""
+    methods: dict[str, FileFunction] = {}
+    for name in dict.fromkeys(key for base in class_object.__mro__[::-1] for key in vars(base)):
+        static = inspect.getattr_static(class_object, name)
+        is_method = inspect.isfunction(static) or isinstance(static, classmethod | staticmethod)
+        if name.startswith("_") or not is_method:
+            continue
+        # Bound to a stand-in: objects of the class are made only for sessions.
+        bound = static.__get__(object(), class_object)
+        methods[name] = make_file_function(
+            file, f"{class_object.__name__}.{name}", bound, label=f"{label}.{name}"
+        )
+    return methods
+
+
+def _check_options(constructor: FileFunction, options: Mapping[str, Any], section: str) -> None:
+    """Raise ConfigError for an option that is missing, or that the constructor does not take."""
+    known = {*options} if constructor.has_var_keyword else constructor.keyword_names
+    problems = [f"{name}: no such parameter" for name in options if name not in known]
+    problems += [f"{name}: missing" for name in sorted(constructor.required_names - {*options})]
+    if problems:
+        raise ConfigError(
+            f"{section}.options.{problems[0]}: the parameters of {constructor.name} in"
+            f" {constructor.file} are {', '.join(constructor.parameters) or 'none'}"
+        )
+
 
 MAX_RUNNING_CALLS = 256
 """Concurrent sync calls of a host; further calls wait. With thousands of threads that all want the
@@ -548,14 +692,14 @@ class EnvironmentHost:
             if request.operation is HostOperation.CLOSE:
                 timeout_s = CLOSE_TIMEOUT_S
             error = f"{name} in {self._class.description.file}: no result in {timeout_s:g} s"
-            response = HostResponse(error=error, kind=EpisodeTimeoutError.__name__)
+            response = HostResponse(error=error, is_timeout=True)
         except (UserCodeError, EpisodeError, ConfigError) as error:
-            kind: type[Exception] = EpisodeError
-            if any(isinstance(e, ServiceOutageError) for e in (error, error.__cause__)):
-                kind = EpisodeOutageError
-            elif request.operation is HostOperation.DESCRIBE and isinstance(error, ConfigError):
-                kind = ConfigError
-            response = HostResponse(error=str(error), kind=kind.__name__)
+            is_refused = isinstance(error, ConfigError)
+            is_refused &= request.operation is HostOperation.DESCRIBE
+            is_outage = any(isinstance(e, ServiceOutageError) for e in (error, error.__cause__))
+            response = HostResponse(
+                error=str(error), is_outage=is_outage, is_config_error=is_refused
+            )
         return replace(response, num_hanging=len(self._calls.hanging.running))
 
     async def _run_operation(self, request: HostRequest) -> Any:

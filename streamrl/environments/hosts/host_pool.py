@@ -44,9 +44,6 @@ from streamrl.user_code.pool.pool import (
 )
 
 _log = logging.getLogger(__name__)
-_ERROR_TYPES = (ConfigError, EpisodeError, EpisodeOutageError, EpisodeTimeoutError)
-HOST_ERRORS: Mapping[str, type[Exception]] = {kind.__name__: kind for kind in _ERROR_TYPES}
-"""Errors that a host may have raised, by the name that it sends."""
 
 TARGET = "streamrl.environments.hosts.environment_host:EnvironmentHost"
 REACTION_TIMEOUT_S = 5.0
@@ -128,8 +125,12 @@ class EnvironmentHostPool(WorkerPool):
             self.check(host)
         host.num_hanging = response.num_hanging
         self.check(host)
-        if response.kind:
-            raise HOST_ERRORS[response.kind](response.error)
+        if response.is_config_error:
+            raise ConfigError(response.error)
+        if response.is_outage:
+            raise EpisodeOutageError(response.error)
+        if response.error:
+            raise (EpisodeTimeoutError if response.is_timeout else EpisodeError)(response.error)
         return response.result
 
 

@@ -81,11 +81,15 @@ class HostResponse:
     """Result of an operation.
 
     error: failure of the user's code; "" if there is none.
-    kind: name of the error that the pool raises.
+    is_timeout: the operation missed its deadline.
+    is_outage: a server outside the run does not answer.
+    is_config_error: the environment cannot be used, with any episode.
     num_hanging: calls of all sessions that still run although they were given up.
     """
 
     result: Any = None
     error: str = ""
-    kind: str = ""
+    is_timeout: bool = False
+    is_outage: bool = False
+    is_config_error: bool = False
     num_hanging: int = 0

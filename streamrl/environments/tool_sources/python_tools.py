@@ -18,8 +18,7 @@ from streamrl.errors import ConfigError, EpisodeError
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
 from streamrl.user_code.sandbox.jail import JailError, JailSpec
 from streamrl.user_code.sandbox.program import ProgramLimits
-from streamrl.user_code.sandbox.python_session import PythonSession
-from streamrl.user_code.sandbox.sandbox import IsolationError, find_isolation
+from streamrl.user_code.sandbox.sandbox import IsolationError, PythonSession, find_isolation
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ import pytest
 import yaml
 
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.environments.hosts.environment_host import EnvironmentHost
+from streamrl.environments.hosts.environment_host import EnvironmentHost, load_user_class
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import HostOperation
 from streamrl.environments.hosts.openenv import OpenEnvEnvironment
-from streamrl.environments.hosts.user_class import load_user_class
 from streamrl.environments.interface import CallOutcome, Reply, ToolCall, Turn
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
 from streamrl.messages import Prompt

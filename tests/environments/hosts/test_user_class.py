@@ -3,7 +3,7 @@
 import pytest
 
 from streamrl.environments.config import EnvironmentSpec
-from streamrl.environments.hosts.user_class import load_user_class
+from streamrl.environments.hosts.environment_host import load_user_class
 from streamrl.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from streamrl.environments.rendering.conformance import check_template, describe_difference
+from streamrl.environments.episodes.check_environment import check_template, describe_difference
 from streamrl.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from streamrl.data.chat_template import Conversation, render_text
 from streamrl.environments.config import EnvironmentConfig
+from streamrl.environments.episodes.check_environment import LOOK_UP, check_template
 from streamrl.environments.episodes.driver import choose_call_format
 from streamrl.environments.interface import ToolCall
-from streamrl.environments.rendering.conformance import LOOK_UP, check_template
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import detect_call_format
 from streamrl.errors import ConfigError

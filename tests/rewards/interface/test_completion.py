@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.environments.episodes.episode import episodes_to_columns
+from streamrl.environments.episodes.driver import episodes_to_columns
 from streamrl.messages import Prompt, TokenSource, rollouts_to_columns
 from streamrl.rewards.interface.completion import (
     Completion,

@@ -18,8 +18,7 @@ from streamrl.engines.training.model_rank import ModelRank
 from streamrl.errors import ConfigError, RewardError, RewardTimeoutError
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.config import RewardConfig
-from streamrl.rewards.kinds.classifier import read_classifier
-from streamrl.rewards.kinds.model import MicroBatcher, plan_batches
+from streamrl.rewards.kinds.model import MicroBatcher, plan_batches, read_classifier
 from streamrl.rewards.registry import build_rewards
 from streamrl.user_code.reward_result import RewardOutcome
 from tests.rewards.judged import EPISODE

@@ -7,7 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from streamrl.telemetry.page.charts import Chart, draw_run_charts, draw_shared_charts
+from streamrl.telemetry.page.page import Chart, draw_run_charts, draw_shared_charts
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
 from tests.telemetry.page.recorded_run import CHARTS, write_run
 

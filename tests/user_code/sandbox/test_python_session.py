@@ -9,8 +9,7 @@ import pytest_asyncio
 
 from streamrl.user_code.pool.reaper import PR_SET_CHILD_SUBREAPER
 from streamrl.user_code.sandbox.program import ProgramLimits
-from streamrl.user_code.sandbox.python_session import CodeOutput, PythonSession
-from streamrl.user_code.sandbox.sandbox import find_isolation
+from streamrl.user_code.sandbox.sandbox import CodeOutput, PythonSession, find_isolation
 from tests.descendants import descendants
 
 KEPT_CHARS = 1000
