@@ -39,6 +39,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileOrGroupScheduling:
     return FileOrGroupScheduling(config, log)
 
