@@ -8,9 +8,9 @@ versions, in seconds. With idle engines:
 - end_to_end_s: from the call to publish until all generators use the version;
 - memcpy_s: copy of the same bytes into warm memory in the publisher.
 
-`split` is one generator of two vLLM processes, each of which maps the published buckets and reads
-its own slices: rank_bytes that each has read, planned_bytes of the plan, and load_s_per_gb beside
-memcpy_s_per_gb of the same run.
+`split` is one generator of two vLLM processes, each of which maps the buckets of a transport and
+reads its own slices: rank_bytes that each has read, planned_bytes of the plan, and load_s_per_gb
+and pull_s_per_gb (transfer and load) beside memcpy_s_per_gb of the same run.
 
 Then with running rollouts: pause_s in which an engine decodes nothing, and decode_step_s, the time
 of a decode step.
@@ -35,7 +35,7 @@ from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.placement.config import PlacementConfig
-from streamrl.weights.config import AUTO, SHARED_MEMORY, TRANSPORTS
+from streamrl.weights.config import AUTO, TRANSPORTS
 
 WARM_UP_VERSIONS = 3
 """Versions until buffers are used for the second time."""
@@ -105,31 +105,38 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
                 report_progress(f"{millions}M {transport} to {number}: {figures}")
         for reader in readers.values():
             ray.kill(reader)
-        results["split"] = measure_split(publisher, model, versions, arguments.versions)
-        report_progress(f"{millions}M split: {results['split']}")
+        results["split"] = measure_split(publisher, model, versions, arguments)
         fetch_reply(publisher.end.remote(), "publisher.end")
     return results
 
 
 def measure_split(
-    publisher: Any, model: str, versions: Iterator[int], number: int
+    publisher: Any, model: str, versions: Iterator[int], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return medians over `number` versions of an idle generator of SPLIT_RANKS processes."""
+    """Return medians of an idle generator of SPLIT_RANKS processes, by transport."""
     name, env = "split-generator", {"env_vars": make_vllm_env("cpu")}
     reader = start_actor(BenchmarkGenerator, num_cpus=1, runtime_env=env)
     wait_for_all([reader.start.remote(name, model, SPLIT_RANKS)], name, timeout_s=START_S)
-    fetch_reply(publisher.set_transport.remote(SHARED_MEMORY, [name]), "publisher.set_transport")
-    wait_for_all([reader.set_transport.remote(SHARED_MEMORY)], name, timeout_s=CALL_S)
-    for _ in range(WARM_UP_VERSIONS):
-        measure_version(publisher, [reader], next(versions))
-    rows = [measure_version(publisher, [reader], next(versions)) for _ in range(number)]
-    results: dict[str, Any] = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    results |= fetch_reply(reader.count_rank_bytes.remote(), f"{name}.count_rank_bytes")
     gigabytes = fetch_reply(publisher.num_bytes.remote(), "publisher.num_bytes") / 1e9
-    return results | {
-        "load_s_per_gb": results["load_s"] / gigabytes,
-        "memcpy_s_per_gb": results["memcpy_s"] / gigabytes,
-    }
+    results: dict[str, Any] = {}
+    for transport in arguments.transports:
+        fetch_reply(publisher.set_transport.remote(transport, [name]), "publisher.set_transport")
+        wait_for_all([reader.set_transport.remote(transport)], name, timeout_s=CALL_S)
+        for _ in range(WARM_UP_VERSIONS):
+            measure_version(publisher, [reader], next(versions))
+        rows = [
+            measure_version(publisher, [reader], next(versions)) for _ in range(arguments.versions)
+        ]
+        medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        results[transport] = {
+            **medians,
+            **fetch_reply(reader.count_rank_bytes.remote(), f"{name}.count_rank_bytes"),
+            "load_s_per_gb": medians["load_s"] / gigabytes,
+            "pull_s_per_gb": (medians["transfer_s"] + medians["load_s"]) / gigabytes,
+            "memcpy_s_per_gb": medians["memcpy_s"] / gigabytes,
+        }
+        report_progress(f"{round(gigabytes * 250)}M split {transport}: {results[transport]}")
+    return results
 
 
 def measure_transport(

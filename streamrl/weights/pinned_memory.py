@@ -21,24 +21,24 @@ from streamrl.distributed.devices import (
 )
 from streamrl.messages import Array
 
-FREE_BLOCKS: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
-"""Pinned memory whose arrays are gone, by size in bytes. It is kept, because pinning takes as long
-as a copy, and versions of a model need the same sizes again."""
+FREE_BLOCKS: defaultdict[tuple[int, bool], list[mmap.mmap]] = defaultdict(list)
+"""Pinned memory whose arrays are gone, by size in bytes and whether it is shared. It is kept,
+because pinning takes as long as a copy, and versions of a model need the same sizes again."""
 
 
-def allocate_pinned(num_bytes: int) -> Array:
+def allocate_pinned(num_bytes: int, *, is_shared: bool = False) -> Array:
     """Return uint8 [num_bytes] of any contents; pinned if the process has a GPU and can pin it.
 
-    Takes the exact size, and a free block of this size first. Raises RuntimeError, as torch does,
-    if memory is short.
+    Takes the exact size, and a free block of this size first. is_shared: other processes can map
+    the memory (`share_tensors`). Raises RuntimeError, as torch does, if memory is short.
     """
-    if not has_local_gpu():
+    if not (is_shared or has_local_gpu()):
         return torch.empty(num_bytes, dtype=torch.uint8).numpy()
-    free_blocks = FREE_BLOCKS[num_bytes]
+    free_blocks = FREE_BLOCKS[num_bytes, is_shared]
     try:
         block = free_blocks.pop()
     except IndexError:
-        block = _map_block(num_bytes)
+        block = _map_block(num_bytes, is_shared=is_shared)
         if not pin_host_memory(_get_address(block), len(block)):
             return np.frombuffer(block, np.uint8, num_bytes)
     memory = np.frombuffer(block, np.uint8, num_bytes)
@@ -56,9 +56,13 @@ def _get_address(block: mmap.mmap) -> int:
     return int(np.frombuffer(block, np.uint8).ctypes.data)
 
 
-def _map_block(num_bytes: int) -> mmap.mmap:
-    """Map anonymous memory that a GPU may use."""
+def _map_block(num_bytes: int, *, is_shared: bool) -> mmap.mmap:
+    """Map memory that a GPU may use, of an anonymous file if it is shared."""
     try:
+        if is_shared:
+            with os.fdopen(os.memfd_create("buffer"), "r+b") as file:
+                file.truncate(max(num_bytes, 1))
+                return mmap.mmap(file.fileno(), max(num_bytes, 1))  # which keeps the file open
         block = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE)
     except OSError as error:
         raise RuntimeError(f"{num_bytes} bytes of host memory: {error.strerror}") from error
@@ -72,6 +76,7 @@ class PinnedFile:
 
     def __init__(self, path: str, num_bytes: int) -> None:
         with open(path, "r+b") as file:
+            self.inode = os.fstat(file.fileno()).st_ino
             # Writable, although only read: CUDA pins other mappings on some systems only.
             mapping = mmap.mmap(file.fileno(), num_bytes)
         self.memory = np.frombuffer(mapping, np.uint8)
@@ -92,7 +97,8 @@ class PinnedFiles:
         The array keeps its memory pinned, and keeps the array `lock` alive.
         """
         file = self._files.get(path)
-        if file is None or file.memory.nbytes < start + num_bytes:
+        is_known = file is not None and file.inode == os.stat(path).st_ino
+        if file is None or not is_known or file.memory.nbytes < start + num_bytes:
             file = self._files[path] = PinnedFile(path, start + num_bytes)
         return np.asarray(_OwnedView(file.memory[start : start + num_bytes], (file, lock)))
 

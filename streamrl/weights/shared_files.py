@@ -1,16 +1,19 @@
 """Tensors that other processes of a node map: their place in files, without a copy where possible.
 
-A tensor that lies in a shared mapping of a file, as do the buckets of the shared memory transport,
-is described by its path and offset. Any other tensor is written to an anonymous file (memfd) first,
-which the kernel frees with its last user, even after a kill.
+All transports deliver a version in shared memory: segments in /dev/shm, Ray's object store, or the
+buffers of a broadcast. Their files may have no name any more; then /proc leads to a descriptor, of
+this process or of Ray's object store (raylet). Any other tensor is written to an anonymous file
+(memfd) first, which the kernel frees with its last user, even after a kill.
 """
 
 import mmap
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,22 +25,24 @@ from streamrl.weights.parameters import as_tensor
 from streamrl.weights.pinned_memory import PinnedFiles
 
 ALIGNMENT_BYTES = 64
-COPY_FOLDER = "/proc/"
 MAPS_FIELDS = 6
 """Fields of a line of /proc/self/maps that names a file."""
-#: Mapping of a file: first and last address, offset in the file, path.
-FileMapping = tuple[int, int, int, str]
+OBJECT_STORE_PROCESS = "raylet"
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """Place of a contiguous tensor in a file; `offset` in bytes."""
+    """Place of a contiguous tensor in a file; `offset` in bytes.
+
+    is_reused: later versions lie in the same memory, so that it pays to pin it.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     path: str
     offset: int
+    is_reused: bool
 
     @property
     def end(self) -> int:
@@ -45,55 +50,102 @@ class TensorFile:
         return self.offset + self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+@dataclass(frozen=True)
+class FileMapping:
+    """Shared mapping of a file: addresses, offset in the file, name, device and inode."""
+
+    start: int
+    end: int
+    offset: int
+    name: str
+    device: int
+    inode: int
+
+
 @contextmanager
 def share_tensors(tensors: Mapping[str, Tensor]) -> Iterator[Sequence[TensorFile]]:
     """Yield the files of tensors, valid within the context; names of one tensor share its bytes."""
     mappings = list(_iter_shared_mappings())
-    starts = [start for start, _, _, _ in mappings]
+    find_path = cache(_find_path)
     copies: dict[int, int] = {}
     with os.fdopen(os.memfd_create("weights"), "wb") as out:
-        copy_path, files = f"{COPY_FOLDER}{os.getpid()}/fd/{out.fileno()}", []
+        copy_path, files = _make_path(os.getpid(), out.fileno()), []
         for name, tensor in tensors.items():
             address = tensor.data_ptr()
-            mapping = mappings[max(bisect_right(starts, address) - 1, 0)] if mappings else None
-            if mapping is not None and _is_inside(tensor, mapping):
-                place = mapping[3], mapping[2] + address - mapping[0]
+            mapping = _find_mapping(tensor, mappings)
+            path, is_reused = find_path(mapping) if mapping else (None, False)
+            if mapping is not None and path is not None:
+                offset = mapping.offset + address - mapping.start
             else:
                 if address not in copies:
                     out.seek(-out.tell() % ALIGNMENT_BYTES, os.SEEK_CUR)
                     copies[address] = out.tell()
                     flat = tensor.detach().cpu().contiguous().flatten()
                     out.write(flat.view(torch.uint8).numpy().data)
-                place = copy_path, copies[address]
-            files.append(TensorFile(name, tensor.dtype, tuple(tensor.shape), *place))
+                path, offset = copy_path, copies[address]
+            files.append(
+                TensorFile(name, tensor.dtype, tuple(tensor.shape), path, offset, is_reused)
+            )
         out.flush()
         yield files
 
 
-def _is_inside(tensor: Tensor, mapping: FileMapping) -> bool:
-    start, end, _, _ = mapping
+def _find_mapping(tensor: Tensor, mappings: Sequence[FileMapping]) -> FileMapping | None:
+    """Return the mapping in which a contiguous tensor lies; `mappings` are sorted."""
     address = tensor.data_ptr()
-    is_flat = tensor.device.type == "cpu" and tensor.is_contiguous()
-    return is_flat and start <= address and address + tensor.nbytes <= end
+    index = bisect_right(mappings, address, key=lambda mapping: mapping.start) - 1
+    if index < 0 or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return mappings[index] if address + tensor.nbytes <= mappings[index].end else None
 
 
 def _iter_shared_mappings() -> Iterator[FileMapping]:
-    """Yield this process's shared mappings of files that still exist, by address."""
+    """Yield this process's shared mappings of files, by address."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             fields = line.rstrip("\n").split(None, MAPS_FIELDS - 1)
-            if len(fields) < MAPS_FIELDS or "s" not in fields[1] or not fields[5].startswith("/"):
+            if len(fields) < MAPS_FIELDS or "s" not in fields[1]:
                 continue
-            # The name of a removed file ends with " (deleted)".
-            if os.path.exists(fields[5]):
-                start, end = (int(text, 16) for text in fields[0].split("-"))
-                yield start, end, int(fields[2], 16), fields[5]
+            start, end = (int(text, 16) for text in fields[0].split("-"))
+            device = os.makedev(*(int(text, 16) for text in fields[3].split(":")))
+            yield FileMapping(start, end, int(fields[2], 16), fields[5], device, int(fields[4]))
+
+
+def _find_path(mapping: FileMapping) -> tuple[str | None, bool]:
+    """Return a path to the file of a mapping, if any, and whether later versions reuse the file.
+
+    The name of a removed file, which ends with " (deleted)", leads nowhere.
+    """
+    if os.path.exists(mapping.name):
+        return mapping.name, True
+    path = _find_descriptor(os.getpid(), mapping)
+    if path is not None:
+        return path, True
+    for file in Path("/proc").glob("[0-9]*/comm"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            if file.read_text().strip() == OBJECT_STORE_PROCESS:
+                path = path or _find_descriptor(int(file.parent.name), mapping)
+    return path, False
+
+
+def _find_descriptor(pid: int, mapping: FileMapping) -> str | None:
+    """Return the path of a process's descriptor of a mapped file; raise OSError without access."""
+    for number in map(int, os.listdir(f"/proc/{pid}/fd")):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            status = os.stat(_make_path(pid, number))
+            if (status.st_dev, status.st_ino) == (mapping.device, mapping.inode):
+                return _make_path(pid, number)
+    return None
+
+
+def _make_path(pid: int, descriptor: int) -> str:
+    return f"/proc/{pid}/fd/{descriptor}"
 
 
 class TensorFileReader:
-    """Maps the tensors of `share_tensors` in another process, into pinned memory if it has a GPU.
+    """Maps the tensors of `share_tensors` in another process.
 
-    Mappings of files that the next version uses again stay pinned.
+    With a GPU, mappings of files that later versions use again are pinned, and stay so.
     """
 
     def __init__(self) -> None:
@@ -101,24 +153,27 @@ class TensorFileReader:
 
     def map_tensors(self, files: Iterable[TensorFile]) -> dict[str, Tensor]:
         """Return the tensors by name, read-only views of the files."""
-        files = list(files)
-        ends: dict[str, int] = {}
+        by_path: dict[str, list[TensorFile]] = {}
         for file in files:
-            ends[file.path] = max(ends.get(file.path, 0), file.end)
+            by_path.setdefault(file.path, []).append(file)
         self._pinned_files.drop_removed()
-        memory = {path: self._map_file(path, end) for path, end in ends.items()}
-        places: dict[tuple[str, int], Tensor] = {}
-        for file in files:
-            data = memory[file.path][file.offset : file.end]
-            tensor = as_tensor(data).view(file.dtype).view(file.shape)
-            places.setdefault((file.path, file.offset), tensor)
-        return {file.name: places[file.path, file.offset] for file in files}
+        tensors: dict[str, Tensor] = {}
+        for path, inside in by_path.items():
+            start = min(file.offset for file in inside)
+            start -= start % mmap.ALLOCATIONGRANULARITY
+            memory = self._map_file(path, start, max(file.end for file in inside), inside[0])
+            places: dict[int, Tensor] = {}
+            for file in inside:
+                data = memory[file.offset - start : file.end - start]
+                tensor = as_tensor(data).view(file.dtype).view(file.shape)
+                tensors[file.name] = places.setdefault(file.offset, tensor)
+        return tensors
 
-    def _map_file(self, path: str, num_bytes: int) -> Array:
-        with open(path, "rb") as file:
-            mapping = mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ)
+    def _map_file(self, path: str, start: int, end: int, file: TensorFile) -> Array:
+        """Return the bytes of a file from `start` to `end`."""
+        with open(path, "rb") as opened:
+            mapping = mmap.mmap(opened.fileno(), end - start, prot=mmap.PROT_READ, offset=start)
         data = np.frombuffer(mapping, np.uint8)
-        # The path of a copy may name another file next time.
-        if path.startswith(COPY_FOLDER) or not has_local_gpu():
+        if not (file.is_reused and has_local_gpu()):
             return data
-        return self._pinned_files.view_range(path, 0, num_bytes, data)
+        return self._pinned_files.view_range(path, start, end - start, data)

@@ -24,9 +24,10 @@ from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfi
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import WeightResharder
 from streamrl.engines.training.training_backend import TrainingBackend, make_backend
+from streamrl.engines.vllm.local_pieces import make_storage
 from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
 from streamrl.engines.vllm.requests import EngineSpec
-from streamrl.errors import GenerationError
+from streamrl.errors import GenerationError, LogprobCheckError
 from streamrl.resharding.boxes import count_elements, subtract_boxes
 from streamrl.resharding.executors import ReshardingStats
 from streamrl.resharding.layouts import TensorShard
@@ -155,8 +156,28 @@ async def run_meshes(path: str, rank_group: RankGroup, meshes: Sequence[str]) ->
         results["kv_bytes"] = await measure_sleep(engine)
         if isinstance(engine, GenerationEngine):
             results["tokens_after_sleep"] = await sample_tokens(engine)
+        results["gathered"] = await load_gathered(engine, backend, version + 1)
         await asyncio.to_thread(dist.barrier)
     return results
+
+
+async def load_gathered(engine: "GenerationEngine | PeerRank", backend: Any, version: int) -> str:
+    """Load gathered parameters, then again past a peer's model; return the error of the latter."""
+    full = await asyncio.to_thread(lambda: dict(backend.full_state()))
+    loader = get_weight_loader(engine)
+    if isinstance(engine, GenerationEngine):
+        loaded = await engine.load_weights(full, version)
+        loaded.verification.raise_on_difference("the leader")
+        assert loaded.verification.num_compared and loaded.copied_bytes
+        return ""
+    assert await asyncio.to_thread(engine.fill_shard, full)
+    pieces = [(name, box, view.clone()) for name, box, view in loader._storage]
+    loader._storage = make_storage(pieces, loader._parameters)
+    try:
+        await asyncio.to_thread(engine.fill_shard, {name: t + 1 for name, t in full.items()})
+    except LogprobCheckError as error:
+        return str(error)
+    return "nothing"
 
 
 async def is_resharding_off(backend: Any, storage: ShardStorage) -> bool:

@@ -57,7 +57,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCuda]:
     monkeypatch.setattr(pinned_memory, "FREE_BLOCKS", defaultdict(list))
     yield cuda
     gc.collect()
-    kept = [size for size, blocks in pinned_memory.FREE_BLOCKS.items() for _ in blocks]
+    kept = [size for (size, _), blocks in pinned_memory.FREE_BLOCKS.items() for _ in blocks]
     assert sorted(cuda.pinned.values()) == sorted(kept), "only free blocks stay pinned"
 
 

@@ -44,6 +44,7 @@ from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.vllm.executor import make_rank_group_args
 from streamrl.engines.vllm.load_check import LoadWarningHandler
 from streamrl.engines.vllm.plain_layers import keep_plain_linears
+from streamrl.engines.vllm.rank_loader import RankLoader
 from streamrl.engines.vllm.requests import (
     EngineSpec,
     ModelInfo,
@@ -54,7 +55,6 @@ from streamrl.engines.vllm.requests import (
     make_vllm_request_id,
 )
 from streamrl.engines.vllm.weight_loader import (
-    PartialWeightLoader,
     WeightLoader,
     WorkerWeightLoader,
     end_workers_with_engine,
@@ -78,7 +78,7 @@ LOAD_WARNINGS = LoadWarningHandler()
 
 
 #: The loaders have the same methods, which `WeightLoader` describes.
-AnyWeightLoader = WeightLoader | WorkerWeightLoader | PartialWeightLoader
+AnyWeightLoader = WeightLoader | WorkerWeightLoader | RankLoader
 
 
 @contextmanager
@@ -167,9 +167,17 @@ def make_weight_loader(
     """Return the loader for the engine: single process, vLLM's processes or a rank group."""
     if spec.rank_group is not None:
         worker = engine.model_executor.driver_worker.worker
-        return PartialWeightLoader(worker, parameters, spec.model_path, spec.rank_group)
+        return make_group_loader(worker, spec, parameters)
     make = WorkerWeightLoader if spec.config.tensor_parallel > 1 else WeightLoader
     return make(engine, parameters, spec.model_path, is_loaded=not spec.starts_empty)
+
+
+def make_group_loader(worker: VllmWorker, spec: EngineSpec, parameters: ParameterSet) -> RankLoader:
+    """Return the loader of a rank of the rank group, whose worker has just read the directory."""
+    assert spec.rank_group is not None
+    rank, num_ranks = spec.rank_group.group_rank, spec.rank_group.size
+    arguments = worker, parameters, spec.model_path
+    return RankLoader(*arguments, is_loaded=True, rank=rank, num_ranks=num_ranks)
 
 
 BYTES_PER_CHARACTER = 4

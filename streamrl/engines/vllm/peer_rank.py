@@ -10,8 +10,8 @@ import torch
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.executor import PeerWorker
+from streamrl.engines.vllm.rank_loader import RankLoader
 from streamrl.engines.vllm.requests import EngineSpec, raise_after
-from streamrl.engines.vllm.weight_loader import PartialWeightLoader
 from streamrl.errors import ConfigError, GenerationError
 from streamrl.messages import Array
 from streamrl.resharding.storage import ShardStorage
@@ -32,7 +32,7 @@ class PeerRank:
         self._kv_freed = asyncio.Event()
         self._loop = loop
         self._worker: PeerWorker | None = None
-        self._weight_loader: PartialWeightLoader | None = None
+        self._weight_loader: RankLoader | None = None
         # A daemon thread: a stuck call must not keep the process alive.
         self._thread = threading.Thread(target=self._run_worker, name="vllm-part", daemon=True)
 
@@ -76,16 +76,20 @@ class PeerRank:
         """Set this rank's part of all parameters and return the bytes copied.
 
         `tensors` are as for `GenerationEngine.load_weights`. The leader must be paused, and
-        activates the version after all peers have loaded it.
+        activates the version after all peers have loaded it. Raises LogprobCheckError if a
+        parameter differs from its published value.
         """
         assert self._worker is not None and self._weight_loader is not None
         full = build_full_weights(
             tensors, self._parameters, model_path=self._spec.model_path, device=get_local_device()
         )
         with self._worker.lock:
-            num_bytes, _ = self._weight_loader.set_parameters(full)
+            num_bytes, verification = self._weight_loader.set_parameters(full)
             # The worker uses another CUDA stream.
             synchronize_device()
+        assert self._spec.rank_group is not None
+        rank = self._spec.rank_group.rank
+        verification.raise_on_difference(f"the generator's part of rank {rank}")
         return num_bytes
 
     async def sleep(self) -> None:
@@ -115,11 +119,8 @@ class PeerRank:
                 config = engine.make_engine_config(self._spec)
                 with engine.keep_plain_on_cpu():
                     worker = self._worker = PeerWorker(config, self._spec.rank_group)
-                self._weight_loader = PartialWeightLoader(
-                    worker.wrapper.worker,
-                    self._parameters,
-                    self._spec.model_path,
-                    self._spec.rank_group,
+                self._weight_loader = engine.make_group_loader(
+                    worker.wrapper.worker, self._spec, self._parameters
                 )
                 self._report_status(None)
                 worker.serve(self._note_call)

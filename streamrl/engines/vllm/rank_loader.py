@@ -220,17 +220,16 @@ class RankLoader:
         self._boxes: dict[str, list[TensorBox]] | None = None
         self._storage: ShardStorage | None = None
         self._num_loads = 0
+        #: The model holds the directory's values, to which the first load compares it.
+        self._is_loaded = is_loaded
         self.load_check: LoadCheck | None = None
         if worker.vllm_config.model_config.quantization is None:
             self.load_check = LoadCheck(self._model, get_merged_modules(self._model))
-            if is_loaded:
-                self._exclude_changed(load_stored_weights(model_path), is_split=is_split)
 
-    def _exclude_changed(self, stored: Mapping[str, Tensor], *, is_split: bool) -> None:
-        """Exclude layers that vLLM changed when it read `stored` from the comparison."""
-        check = self.load_check
-        assert check is not None
-        if is_split:  # only a load shows which slices the rank reads
+    def _exclude_changed(self, check: LoadCheck) -> None:
+        """Exclude layers that vLLM changed when it read the model directory from comparisons."""
+        stored = load_stored_weights(self._model_path)
+        if self._num_ranks > 1:  # only a load shows which slices the rank reads
             recorder = ReadRecorder(check)
             self._reload(recorder, stored.items())
             self._boxes = recorder.sort_boxes()
@@ -238,6 +237,19 @@ class RankLoader:
         else:
             prints = {name: check.make_fingerprints(tensor) for name, tensor in stored.items()}
         check.exclude_changed(prints)
+
+    def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
+        """Load this rank's slices as `load` does; return the bytes read and the verification."""
+        load = self.load(tensors)
+        return load.num_bytes, load.verification
+
+    def get_storage(self) -> ShardStorage | None:
+        """Return views of this rank's parameters, for resharding to write into.
+
+        Call it before the first load: it compares vLLM's values with the model directory's. Returns
+        None if `find_local_pieces` finds no mapping.
+        """
+        return self._find_storage(load_stored_weights(self._model_path))
 
     def load(self, tensors: Mapping[str, Tensor]) -> RankLoad:
         """Load this rank's slices of all parameters, and compare the first versions.
@@ -247,6 +259,8 @@ class RankLoader:
         check = self.load_check if self._num_loads < NUM_INITIAL_CHECKS else None
         is_first = self._num_loads == 0
         self._num_loads += 1
+        if is_first and self._is_loaded and check is not None:
+            self._exclude_changed(check)
         recorder = ReadRecorder(check)
         if self._storage is None:
             self._reload(recorder, iter_stored_tensors(self._model_path, tensors))

@@ -21,7 +21,6 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm.load_check import LoadWarningHandler
 from streamrl.engines.vllm.local_pieces import find_local_pieces, make_storage
 from streamrl.engines.vllm.plain_layers import use_onednn
-from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.engines.vllm.rank_loader import (
     RankLoad,
     RankLoader,
@@ -77,10 +75,8 @@ class WeightLoader:
             use_onednn(self._model)
             stored = load_stored_weights(model_path)
             self._bound_parameters = bind_parameters(self._model, parameters, stored)
-        self._model_path = model_path
         self._can_bind = self._is_on_cpu and not is_loaded
-        is_compared = is_loaded and not self._bound_parameters
-        self._rank_loader = RankLoader(worker, parameters, model_path, is_loaded=is_compared)
+        self._rank_loader = RankLoader(worker, parameters, model_path, is_loaded=is_loaded)
 
     def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
         """Set all parameters, reading each of `tensors` once.
@@ -116,11 +112,7 @@ class WeightLoader:
         """
         shapes = self._parameters.shapes
         if not self._is_on_cpu:
-            # Bind on a GPU only here: CUDA graphs read parameters at fixed addresses, so a load
-            # must never turn parameters into views.
-            stored = load_stored_weights(self._model_path)
-            found = find_local_pieces(self._model, self._parameters, stored)
-            return make_storage(itertools.chain(*found.values()), self._parameters)
+            return self._rank_loader.get_storage()
         pieces = [
             (name, TensorBox.from_shape(shapes[name]), rows)
             for bound in self._bound_parameters
@@ -131,12 +123,12 @@ class WeightLoader:
         return make_storage(pieces, self._parameters)
 
     def _reload_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        load = self._rank_loader.load(tensors)
-        if self._can_bind and not load.verification.differing_names:
+        num_bytes, verification = self._rank_loader.set_parameters(tensors)
+        if self._can_bind and not verification.differing_names:
             # vLLM's own loader has read this version: what lies where is seen by its values.
             self._bound_parameters = bind_parameters(self._model, self._parameters, tensors)
         self._can_bind = False
-        return load.num_bytes, load.verification
+        return num_bytes, verification
 
 
 class BoundParameter:
@@ -200,65 +192,6 @@ def bind_parameters(
         BoundParameter(model.get_parameter(path), [name for name, _, _ in parts])
         for path, parts in pieces.items()
     ]
-
-
-class PartialWeightLoader:
-    """Loads full tensors into one rank of a tensor-parallel vLLM model in a trainer process.
-
-    vLLM keeps the rank's part of each tensor. `get_storage` returns views of these parts, which
-    resharding writes in place. Callers hold the worker's lock during every call.
-    """
-
-    def __init__(
-        self, worker: VllmWorker, parameters: ParameterSet, model_path: str, rank_group: RankGroup
-    ) -> None:
-        """Prepare loading into a worker that has just read the model directory `model_path`.
-
-        Call `get_storage` before the first `set_parameters`: it compares vLLM's values with the
-        directory's.
-        """
-        self._worker = worker
-        self._model: torch.nn.Module = worker.get_model()
-        self._parameters = parameters
-        self._model_path = model_path
-        self._rank_group = rank_group
-        if all(parameter.device.type == "cpu" for parameter in self._model.parameters()):
-            use_onednn(self._model)
-
-    def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        """Set this rank's part of all parameters; return the bytes read and the verification.
-
-        All ranks of the group must load the same tensors before the next decode step.
-        """
-        load = self._rank_loader.load(tensors)
-        rank = self._rank_group.rank
-        names = [f"{name} of rank {rank}" for name in load.verification.differing_names]
-        return load.num_bytes, replace(load.verification, differing_names=names)
-
-    def get_storage(self) -> ShardStorage | None:
-        """Return views of this rank's parameters; None if `find_local_pieces` finds no mapping."""
-        return self._storage
-
-    @cached_property
-    def _rank_loader(self) -> RankLoader:
-        group = self._rank_group
-        return RankLoader(
-            *(self._worker, self._parameters, self._model_path),
-            is_loaded=True,
-            rank=group.group_rank,
-            num_ranks=group.size,
-        )
-
-    @cached_property
-    def _storage(self) -> ShardStorage | None:
-        pieces = find_local_pieces(
-            self._model,
-            self._parameters,
-            load_stored_weights(self._model_path),
-            index=self._rank_group.group_rank,
-            num_ranks=self._rank_group.size,
-        )
-        return make_storage(itertools.chain(*pieces.values()), self._parameters)
 
 
 def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:

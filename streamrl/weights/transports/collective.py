@@ -670,7 +670,7 @@ def _allocate_in_turn(buckets: Sequence[WeightBucket], arrays: list[Array]) -> I
     All of it at once would take a minute to pin for a large model, and the others would wait.
     """
     for bucket in buckets:
-        arrays.append(allocate_pinned(bucket.num_bytes))
+        arrays.append(allocate_pinned(bucket.num_bytes, is_shared=True))
         yield arrays[-1]
 
 

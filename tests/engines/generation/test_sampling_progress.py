@@ -1,4 +1,8 @@
-"""How long a request may take: any time with progress, `request_timeout_s` without it."""
+"""How long a request may take: any time with progress, `request_timeout_s` without it.
+
+And how long a load may: `request_timeout_s` and the time of its bytes, in which the engine counts
+as alive although it answers nothing.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
@@ -18,10 +23,13 @@ from streamrl.engines.vllm.requests import (
 )
 from streamrl.errors import GenerationError
 from streamrl.messages import FinishReason, Rollout
+from streamrl.weights import WeightLoadStats
 from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.transport import MIN_BYTES_PER_S
 from tests.virtual_time import in_virtual_time
 
 TIMEOUT_S = 600.0
+STATS = WeightLoadStats()
 PROMPT = np.array([1, 2, 3], np.int32)
 
 
@@ -30,12 +38,14 @@ class ScriptedThread:
 
     stops_after: number of tokens after which it samples no more.
     hangs_after: number of tokens after which its step does not end, so that it answers nothing.
+    load_s: time of a load of weights.
     """
 
     _loop: asyncio.AbstractEventLoop
     _on_sampled: Callable[[Sequence[SampledSequence]], None]
     create_future: Callable[[], asyncio.Future[Any]]
-    token_s = 4.0
+    _resolve: Callable[[asyncio.Future[Any], Any], None]
+    token_s, load_s = 4.0, 0.0
     stops_after = hangs_after = 10**9
 
     def __init__(self, *arguments: Any) -> None:
@@ -73,6 +83,14 @@ class ScriptedThread:
             running = next(iter(self._counts), None)
             future.set_result({n: TokenCount(c, n == running) for n, c in self._counts.items()})
         return future
+
+    def swap_weights(self, tensors: Any, version: int) -> asyncio.Future[WeightLoadStats]:
+        future = self.create_future()
+        self._loop.call_later(self.load_s, self._resolve, future, STATS)
+        return future
+
+    def list_partials(self, request_ids: Any) -> asyncio.Future[Sequence[SampledSequence]]:
+        return self.create_future()
 
     def pause(self) -> asyncio.Future[None]:
         self._is_paused = True
@@ -178,3 +196,38 @@ async def test_a_request_that_no_longer_grows_fails_although_others_do(
     engine._thread.count_tokens = count_tokens
     with pytest.raises(GenerationError, match="no token was sampled for 600 s"):
         await stuck
+
+
+@pytest.mark.parametrize("gigabytes", [1, 60])
+@pytest.mark.parametrize("over_s", [-1.0, 1.0])
+@in_virtual_time
+async def test_a_load_may_take_the_timeout_and_the_time_of_its_bytes(
+    make_engine: Any, gigabytes: int, over_s: float
+):
+    engine = make_engine(load_s=TIMEOUT_S + gigabytes * 1e9 / MIN_BYTES_PER_S + over_s)
+    shape = (gigabytes * 250_000_000,)
+    engine._model_info = ModelInfo(ParameterSet({"weight": shape}, ()), 100)
+    load = asyncio.create_task(
+        engine.load_weights({"weight": torch.empty(shape, device="meta")}, 1)
+    )
+    while not load.done():
+        async with asyncio.timeout(1.0):
+            await engine.wait_until_responsive()
+        await asyncio.sleep(20.0)
+    if over_s > 0:
+        with pytest.raises(GenerationError, match=r"version 1 was not loaded: .* did not end a step"):
+            await load
+    else:
+        assert await load == STATS
+
+
+@in_virtual_time
+async def test_an_engine_that_answers_nothing_counts_as_alive_only_while_it_loads(make_engine: Any):
+    engine = make_engine(load_s=5.0)
+    load = asyncio.create_task(engine.load_weights({}, 1))
+    await asyncio.sleep(1.0)
+    await engine.wait_until_responsive()
+    await load
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(TIMEOUT_S / 2):
+            await engine.wait_until_responsive()

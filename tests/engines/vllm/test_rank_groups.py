@@ -200,6 +200,19 @@ def test_a_split_generator_samples_the_same_tokens_after_sleep(
             assert rank["meshes"]["tokens"] == rank["meshes"]["tokens_after_sleep"]
 
 
+@pytest.mark.parametrize(
+    "name", parametrize_runs((name,) for name, (_, size, _, _) in RUNS.items() if size > 1)
+)
+def test_gathered_parameters_that_miss_a_rank_are_refused_naming_it(
+    results: dict[str, list[Any]], name: str
+):
+    for number, rank in enumerate(results[name]):
+        missed = f"the generator's part of rank {number} holds parameters that differ"
+        is_peer = number != rank["rank_group"][0]
+        assert rank["meshes"]["gathered"].startswith(missed if is_peer else "")
+        assert bool(rank["meshes"]["gathered"]) is is_peer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "message"),

@@ -137,6 +137,29 @@ def test_an_absent_member_delays_the_next_version_only_by_the_gathering(
     writer.close()
 
 
+NO_MEMBERS = "weights version 0 was not sent: a did not join in time"
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "s_per_member", "reason"),
+    [(1e9, 0.0, NO_MEMBERS), (1e6, 0.0, None), (1e9, 5.0, None)],
+)
+def test_the_time_for_gathering_members_grows_with_bytes_and_members(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, s_per_member: float, reason: str | None
+):
+    monkeypatch.setattr(collective, "READY_BYTES_PER_S", bytes_per_s)
+    monkeypatch.setattr(collective, "CONNECT_S_PER_MEMBER", s_per_member)
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=1)
+    reader = CollectiveReader("a", LocalReader(), timeout_s=1)
+    writer.set_readers(["a"])
+    manifest = VERSIONS.publish(writer, 0)  # 4.8 MB
+    time.sleep(0.5)  # a member may be 0.25 s late, a quarter of the timeout
+    assert VERSIONS.fetch(reader, manifest)
+    assert reader.fallback_reason == reason
+    writer.close()
+    reader.close()
+
+
 def test_a_restarted_member_uses_the_fallback_for_the_version_of_its_dead_predecessor(
     cluster: Broadcasting,
 ):
