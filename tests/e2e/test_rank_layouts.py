@@ -78,13 +78,16 @@ def read_weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def check_same(runs: Mapping[str, Played], folder: Path, name: str) -> None:
-    """Assert the rollouts of the run with whole models, and its final weights up to rounding."""
+    """Assert the rollouts and final weights of the run with whole models.
+
+    Only models over ranks add up in another order.
+    """
     base = name.split()[0]
     check_tokens([runs[base].trained, runs[name].trained], STEPS)
     weights, expected = read_weights(folder, name), read_weights(folder, base)
     assert weights.keys() == expected.keys()
     differences = {key: float((weights[key] - expected[key]).abs().max()) for key in weights}
-    assert max(differences.values()) <= 1e-6, differences
+    assert max(differences.values()) <= (1e-6 if "over ranks" in name else 0.0), differences
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ which is nearly as fast as the packed one.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 #: For smaller weights torch's own kernel is as fast: oneDNN's dispatch takes some 30 us.
 MIN_ONEDNN_ELEMENTS = 2**19
+#: MKL has other kernels for the last one to three rows, oneDNN for a single one.
+MKL_ROWS, ONEDNN_ROWS = 4, 2
 NUM_HEAD_AXES = 3
 """Number of dimensions of queries that have a dimension for heads: [token, head, value]."""
 
@@ -62,12 +64,31 @@ def keep_plain_linears() -> Iterator[None]:
         RotaryEmbedding.forward_cpu = rotate
 
 
-def use_onednn(model: torch.nn.Module) -> None:
+def choose_linears(model: torch.nn.Module) -> None:
+    """Choose the kernels of a model's linear layers, batch invariant in float32.
+
+    A token's log-probability must not depend on which requests are decoded beside it, since that
+    depends on timing; kernels for a few rows round differently.
+    """
     for module in model.modules():
         if "cpu_linear" in vars(module):
             weight = module.get_parameter("weight")
-            if weight.numel() >= MIN_ONEDNN_ELEMENTS and _has_onednn_kernel(weight.dtype):
-                vars(module)["cpu_linear"] = onednn_linear
+            is_large = weight.numel() >= MIN_ONEDNN_ELEMENTS and _has_onednn_kernel(weight.dtype)
+            linear = onednn_linear if is_large else torch.nn.functional.linear
+            if weight.dtype == torch.float32:
+                linear = functools.partial(pad_rows, linear, ONEDNN_ROWS if is_large else MKL_ROWS)
+            vars(module)["cpu_linear"] = linear
+
+
+def pad_rows(
+    linear: Callable[..., Tensor], multiple: int, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Apply `linear` to x [..., B, in] padded to a multiple of rows; return [..., B, out]."""
+    num_rows = x.shape[-2]
+    if num_rows % multiple == 0:
+        return linear(x, weight, bias)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -num_rows % multiple))
+    return linear(padded, weight, bias)[..., :num_rows, :]
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -32,7 +32,7 @@ from streamrl.engines.vllm.local_pieces import (
     get_merged_modules,
     make_storage,
 )
-from streamrl.engines.vllm.plain_layers import keep_plain_linears, use_onednn
+from streamrl.engines.vllm.plain_layers import choose_linears, keep_plain_linears
 from streamrl.files.hf_config import RECOMPUTED_TENSORS
 from streamrl.resharding.boxes import TensorBox, subtract_boxes
 from streamrl.resharding.layouts import ModelLayout, TensorShard, create_whole_shard
@@ -216,7 +216,7 @@ class RankLoader:
         # On a CPU, a model that is whole becomes views of each version instead.
         self._can_bind = not self._needs_copy and (is_split or not self._is_on_cpu)
         if self._is_on_cpu:
-            use_onednn(self._model)
+            choose_linears(self._model)
         self._boxes: dict[str, list[TensorBox]] | None = None
         self._storage: ShardStorage | None = None
         self._num_loads = 0
@@ -305,7 +305,7 @@ class RankLoader:
                 with keep_plain_linears() if self._is_on_cpu else nullcontext():
                     self._worker.reload_weights(weights_iterator=watched)
         if self._is_on_cpu:
-            use_onednn(self._model)
+            choose_linears(self._model)
 
 
 def copy_boxes(

@@ -29,7 +29,7 @@ from torch import Tensor
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm.load_check import LoadWarningHandler
 from streamrl.engines.vllm.local_pieces import find_local_pieces, make_storage
-from streamrl.engines.vllm.plain_layers import use_onednn
+from streamrl.engines.vllm.plain_layers import choose_linears
 from streamrl.engines.vllm.rank_loader import (
     RankLoad,
     RankLoader,
@@ -72,7 +72,7 @@ class WeightLoader:
         self._bound_parameters: list[BoundParameter] = []
         self._free_executor = ThreadPoolExecutor(1, "old-weights")
         if self._is_on_cpu and is_loaded:
-            use_onednn(self._model)
+            choose_linears(self._model)
             stored = load_stored_weights(model_path)
             self._bound_parameters = bind_parameters(self._model, parameters, stored)
         self._can_bind = self._is_on_cpu and not is_loaded

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from streamrl.engines.vllm.local_pieces import _match_split
-from streamrl.engines.vllm.plain_layers import _has_onednn_kernel, onednn_linear
+from streamrl.engines.vllm.plain_layers import (
+    MIN_ONEDNN_ELEMENTS,
+    _has_onednn_kernel,
+    choose_linears,
+    onednn_linear,
+)
 from streamrl.engines.vllm.rank_loader import RankLoader
 from streamrl.engines.vllm.weight_loader import BoundParameter, view_as_block
 
@@ -142,3 +147,15 @@ def test_onednn_linear_equals_torch(dtype: torch.dtype, shape: tuple[int, ...], 
     torch.testing.assert_close(
         actual, expected, rtol=2e-2, atol=2e-2 if dtype != torch.float32 else 1e-5
     )
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (MIN_ONEDNN_ELEMENTS // 512, 512)])
+def test_a_row_of_a_linear_layer_does_not_depend_on_the_rows_beside_it(shape: tuple[int, int]):
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.randn(shape, generator=torch.manual_seed(1)))
+    vars(layer)["cpu_linear"] = None  # as vLLM marks its linear layers
+    choose_linears(layer)
+    x, linear = torch.randn(9, shape[1]), vars(layer)["cpu_linear"]
+    whole = linear(x, layer.weight, None)
+    for rows in range(1, 9):
+        assert torch.equal(linear(x[:rows], layer.weight, None), whole[:rows])
