@@ -26,6 +26,9 @@ def test_gpu_check_passes_on_a_cpu(tmp_path: Path):
     lines = {line["step"]: line for line in map(json.loads, out.read_text().splitlines())}
     assert len(lines) == len(out.read_text().splitlines()) > 10
     assert "skipped" in lines["nccl"]["cases"]["all"]
+    generators = lines["generator"]["cases"].values()
+    compared = [version["compared"] for case in generators for version in case["versions"]]
+    assert len(compared) == 2 * len(gpu_check.GENERATOR_RANKS) and min(compared) > 0
     for name, check in RANK_CHECKS.items():
         world = check.choose_world(gpu_check.CPU_RANKS)
         ranks = {case.get("ranks") for case in lines[name]["cases"].values()}
@@ -62,6 +65,35 @@ def test_resuming_runs_only_the_steps_without_a_line(
     assert (ran, end.value.code) == (["speed"], 1)
     assert capsys.readouterr().out.splitlines()[-1] == "failed: losses"
     assert json.loads(out.read_text().splitlines()[-1])["step"] == "speed"
+
+
+def test_calls_of_ten_minutes_run_all_steps_in_as_many_as_their_deadlines_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """If every step takes all of its time; what has never run comes in the first two."""
+    now_s, out, calls = 0.0, tmp_path / "lines.jsonl", list[list[str]]()
+
+    def run_step(name: str, device: str) -> dict[str, object]:
+        nonlocal now_s
+        now_s += gpu_check.STEPS[name].deadline_s
+        calls[-1].append(name)
+        return {"step": name, "ok": True}
+
+    monkeypatch.setattr(gpu_check, "run_step", run_step)
+    monkeypatch.setattr(gpu_check, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_check, "count_devices", lambda device: 8)
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: now_s)
+    arguments = ["gpu_check.py", "--out", str(out), "--minutes", "10", "--resume"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    for _ in range(3):
+        start_s = now_s
+        calls.append([])
+        with pytest.raises(SystemExit):
+            gpu_check.main()
+        assert now_s - start_s <= 600
+    assert sorted(name for call in calls for name in call) == sorted(gpu_check.STEPS)
+    assert {*RANK_CHECKS, "generator"} <= {*calls[0], *calls[1]}
+    assert "left for --resume" not in capsys.readouterr().out.rpartition("{")[2]
 
 
 def test_a_missing_package_is_named_and_other_cases_run(monkeypatch: pytest.MonkeyPatch):

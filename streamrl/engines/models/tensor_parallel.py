@@ -49,8 +49,8 @@ def parallelize_layers(module: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan does not name the model's layers.
     """
     if next(_iter_layer_params(module), None) is None:
-        name = type(module).__name__
-        raise ConfigError(f"trainer.tensor_parallel={mesh.size()}: no layer of {name} is split")
+        model = module.name_or_path  # of any role
+        raise ConfigError(f"tensor_parallel={mesh.size()}: no layer of {model} is split")
     plan = _get_plan_by_name(module)
     experts = {name: style for name, style in plan.items() if style in EXPERT_STYLES}
     # transformers sums gradients of shared norms in every backward pass, and so those of earlier
@@ -74,7 +74,7 @@ def list_shared_norms(module: PreTrainedModel) -> list[str]:
         if _find_style(plan, name) != SHARED_NORM_STYLE and not _is_unplanned_norm(plan, name):
             continue
         if parameter.ndim > 1:
-            raise ConfigError(f"trainer.tensor_parallel: cannot split {name}, which has all heads")
+            raise ConfigError(f"tensor_parallel: {name} of {module.name_or_path} has all heads")
         names.append(name)
     return names
 

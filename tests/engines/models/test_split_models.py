@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from streamrl.engines.models.tensor_parallel import list_shared_norms
 from streamrl.engines.models.tensor_parallel_support import check_trainer_split
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
@@ -19,7 +20,7 @@ from tests.engines.split_model_ranks import (
     run_alone,
     run_rank,
 )
-from tests.engines.tiny_families import VOCABULARY
+from tests.engines.tiny_families import VOCABULARY, make_model
 from tests.engines.trainer_ranks import find_free_ports
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -124,3 +125,10 @@ def test_a_model_that_ranks_cannot_split_is_rejected(
     with pytest.raises(ConfigError) as refusal:
         check_trainer_split(str(tmp_path), config, section="trainer")
     assert str(refusal.value) == f"trainer.{message}"
+
+
+def test_a_norm_that_cannot_be_split_is_refused_with_the_directory_of_its_model():
+    model = make_model("cohere", use_qk_norm=True)
+    model.name_or_path = "models/critic"
+    with pytest.raises(ConfigError, match=r"\S+q_norm.weight of models/critic has all heads"):
+        list_shared_norms(model)
