@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ class LoadCheck:
         """Yield (unmatched published names, unmatched model names) of each differing layer."""
         model_prints = {
             name: (parameter.dtype, TensorFingerprint.from_tensor(parameter, parameter.dtype))
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in iter_unpadded(self._model)
             if name not in self._unchecked_names
         }
         checked = {n: prints for n, prints in published.items() if n not in self._unchecked_names}
@@ -178,6 +178,19 @@ class LoadCheck:
                 missing = [name for name in missing if name not in outer]
                 rest = [name for name in rest if name not in inside]
         return missing, rest
+
+
+def iter_unpadded(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of vLLM's model, those of a vocabulary without the rows that pad it.
+
+    A rank may have no other rows; vLLM's loader then leaves them as they are.
+    """
+    for name, parameter in model.named_parameters():
+        module: Any = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(module, "shard_indices"):
+            yield name, parameter.data[: module.shard_indices.num_org_elements]
+        else:
+            yield name, parameter.data
 
 
 def list_source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

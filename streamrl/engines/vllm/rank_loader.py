@@ -153,7 +153,7 @@ class ReadRecorder(TorchDispatchMode):
 
     def _record(self, name: str, view: Tensor, is_copy: bool) -> None:
         """Count the bytes of a slice of the published memory, and add its box."""
-        if is_copy:
+        if is_copy or not view.numel():
             return
         watched = self.watched[name]
         self.num_bytes += view.nbytes

@@ -215,7 +215,9 @@ async def test_a_load_may_take_the_timeout_and_the_time_of_its_bytes(
             await engine.wait_until_responsive()
         await asyncio.sleep(20.0)
     if over_s > 0:
-        with pytest.raises(GenerationError, match=r"version 1 was not loaded: .* did not end a step"):
+        with pytest.raises(
+            GenerationError, match=r"version 1 was not loaded: .* did not end a step"
+        ):
             await load
     else:
         assert await load == STATS

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from streamrl.engines.vllm.load_check import LoadCheck, LoadWarningHandler
+from streamrl.engines.vllm.rank_loader import ReadRecorder
 from streamrl.errors import LogprobCheckError, WeightsError
+from streamrl.resharding.boxes import TensorBox
+from streamrl.weights import LoadVerification
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.versions import LogprobCheck
 from tests.weights.local_transport import LocalWriter
@@ -210,3 +214,20 @@ def test_load_warnings_are_collected_and_counted():
             vllm_logger.removeHandler(handler)
     assert handler.drain_warnings() == ("FusedMoE: Failed to load weights",)
     assert handler.drain_warnings() == ()
+
+
+@pytest.mark.parametrize("num_rows", [0, 3])
+def test_rows_that_pad_a_ranks_part_of_a_vocabulary_are_neither_read_nor_compared(num_rows: int):
+    model: Any = nn.Module()
+    model.embed = nn.Embedding(8, 4)  # whose rows beyond the vocabulary hold anything
+    model.embed.shard_indices = SimpleNamespace(num_org_elements=num_rows)
+    recorder = ReadRecorder(check := LoadCheck(model, {}))
+    published = recorder.watch("embed.weight", torch.randn(10, 4))
+    with recorder:
+        model.embed.weight.data[:num_rows].copy_(published.narrow(0, 10 - num_rows, num_rows))
+    boxes = [TensorBox((10 - num_rows, 0), (10, 4))] if num_rows else []
+    assert recorder.sort_boxes() == {"embed.weight": boxes}
+    assert check.compare_loaded(recorder.prints) == LoadVerification(1)
+    if num_rows:
+        model.embed.weight.data[0] += 1
+        assert check.compare_loaded(recorder.prints).differing_names == ("embed.weight",)
