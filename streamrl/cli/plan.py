@@ -50,6 +50,7 @@ from streamrl.planner.search.planner import (
     plan_placement,
 )
 from streamrl.planner.simulator.quick_run import (
+    choose_num_steps,
     estimate_quick_run_s,
     estimate_simulation_s,
     run_quick_simulation,
@@ -75,7 +76,7 @@ MICRO_BATCH_DIVISORS = (2, 4, 8, 16)
 CLUSTER_MULTIPLES = (2, 3, 4, 8)
 """Multiples of the number of devices to try."""
 MAX_DEVICES = 512
-SIMULATION_LIMIT_S = 5.0
+SIMULATION_LIMIT_S = 3.3
 """Estimated seconds of simulations beyond which only the best placements are simulated."""
 LORA_RANK = 16
 
@@ -202,7 +203,12 @@ def _plan(
         )
     # The workload is split over generators, at most one per device.
     share = split_workload(problem.workload, problem.cluster.num_devices)
-    simulation_s = sum(estimate_simulation_s(share, lead=bound) for bound in bounds)
+    simulation_s = sum(
+        estimate_simulation_s(
+            share, len(problem.dataflow.ordered_calls), steps=choose_num_steps(share, bound)
+        )
+        for bound in bounds
+    )
     check_simulation_time(simulation_s, problem.workload, prefix="")
 
     def make_costs(problem: PlacementProblem) -> CostModel:
@@ -268,7 +274,7 @@ def read_staleness_request(
     if arguments.max_staleness is not None:
         bounds = arguments.max_staleness
     else:
-        own_bound = load_config(path, overrides).pipeline.max_staleness
+        own_bound = load_config(path, overrides, skips_dry_run=True).pipeline.max_staleness
         if own_bound > MAX_STALENESS:
             raise ConfigError(
                 f"pipeline.max_staleness={own_bound}: the planner supports at most {MAX_STALENESS}"
@@ -278,7 +284,8 @@ def read_staleness_request(
     for bound in bounds:
         settings = (*overrides, *UNPLACED, f"pipeline.max_staleness={bound}")
         try:
-            configs[bound] = load_config(path, settings)
+            # The dry run of the algorithm would take as long as a small search.
+            configs[bound] = load_config(path, settings, skips_dry_run=True)
         except ConfigError as error:
             refused.append(ExcludedBound(bound, str(error)))
     if not configs:

@@ -67,9 +67,11 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     steps = arguments.steps
     if steps is None:
         lead = problem.run_options.get_max_steps_ahead(placement.max_staleness)
-        steps = max(DEFAULT_STEPS, choose_num_steps(problem.workload.groups_per_step, lead))
+        steps = max(DEFAULT_STEPS, choose_num_steps(problem.workload, lead))
     timings = costs.predict_timings(placement)
-    estimated_s = estimate_simulation_s(problem.workload, steps=steps)
+    estimated_s = estimate_simulation_s(
+        problem.workload, len(problem.dataflow.ordered_calls), steps=steps
+    )
     check_simulation_time(estimated_s, problem.workload, prefix=f"--steps {steps}, ")
     progress.describe("simulating", steps, "steps")
     result = run_simulation(

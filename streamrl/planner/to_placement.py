@@ -8,8 +8,6 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-import networkx as nx
-
 from streamrl.buffer.staleness_credits import bound_group_bytes
 from streamrl.config.role_counts import count_actors
 from streamrl.config.run_config import RunConfig, find_conflict_at_any_size
@@ -405,13 +403,20 @@ def _iter_pool_options(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
     """Yield placement configs to try: the named modes, then mixed pools of overlapping roles."""
     for mode in ("disaggregated", *POOL_STRATEGIES):
         yield PlacementConfig(mode=mode)
-    graph = nx.Graph([(a, b) for a in meshes for b in meshes if meshes[a].overlaps(meshes[b])])
-    pools = []
-    for roles in nx.connected_components(graph):
-        size = len({device for role in roles for device in meshes[role].devices})
-        ordered = sorted(roles, key=lambda role: (meshes[role].first, -meshes[role].size, role))
-        if len(ordered) > 1:
-            pools.append({role: meshes[role].size / size for role in ordered})
+    spans: list[tuple[Mesh, list[str]]] = []
+    for role in sorted(meshes, key=lambda role: (meshes[role].first, -meshes[role].size, role)):
+        mesh = meshes[role]
+        if spans and mesh.overlaps(spans[-1][0]):
+            span, roles = spans[-1]
+            end = max(span.first + span.size, mesh.first + mesh.size)
+            spans[-1] = Mesh(span.first, end - span.first), [*roles, role]
+        else:
+            spans.append((mesh, [role]))
+    pools = [
+        {role: meshes[role].size / span.size for role in roles}
+        for span, roles in spans
+        if len(roles) > 1
+    ]
     # Shares below MIN_POOL_FRACTION cannot be configured (1 or 2 of thousands of devices).
     if pools and all(part >= MIN_POOL_FRACTION for pool in pools for part in pool.values()):
         yield PlacementConfig(mode=MIXED, pools=pools)

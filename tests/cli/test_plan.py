@@ -10,6 +10,7 @@ from streamrl.cli.main import main
 from streamrl.config.run_config import load_config
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.simulator.quick_run import choose_num_steps
 from streamrl.planner.to_placement import build_run_placement
 from tests.planner.notations import parse_mesh
@@ -47,12 +48,12 @@ def test_a_plan_lists_every_gaining_bound_and_details_the_best(capsys: pytest.Ca
 def test_a_bound_without_a_row_is_reported_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    explain_infeasible = CostModel.explain_infeasible
+    explain_refusal = CostModel.explain_refusal
 
     def refuse_ahead(costs: CostModel, placement: Placement) -> str:
-        return "1 GB short" if placement.max_staleness else explain_infeasible(costs, placement)
+        return "1 GB short" if placement.max_staleness else explain_refusal(costs, placement)
 
-    monkeypatch.setattr(CostModel, "explain_infeasible", refuse_ahead)
+    monkeypatch.setattr(CostModel, "explain_refusal", refuse_ahead)
     words = ["plan", *TINY, "--max-staleness", "0,2"]
     code, out = run(capsys, *words, "--json")
     assert code == 0
@@ -98,7 +99,8 @@ def test_the_plan_is_written_as_a_config_with_its_placement(
     }
     assert reloaded.max_staleness == planned["placement"]["max_staleness"]
     # The simulator simulates the written config's placement exactly as the plan's.
-    steps = str(choose_num_steps(16, reloaded.max_staleness))
+    workload = Workload(16, 8, 200, make_fixed_lengths(300))
+    steps = str(choose_num_steps(workload, reloaded.max_staleness))
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
     assert code == 0

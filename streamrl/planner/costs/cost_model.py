@@ -45,6 +45,7 @@ from streamrl.planner.costs.memory import (
 from streamrl.planner.costs.traffic import WeightTraffic
 from streamrl.planner.problem.problem import CallMemory, PlacementProblem
 from streamrl.planner.problem.stage_timings import (
+    GeneratorTiming,
     ScoreTiming,
     StageTimings,
     TrainTiming,
@@ -126,10 +127,10 @@ class CostModel:
                     placement.assignments[stage],
                     offload_idle=self._is_offloaded_when_idle(stage, placement),
                 )
-        generate_stage, transport = self._generate_stage, self._choose_transport(placement)
+        transport = self._choose_transport(placement)
         return StageTimings(
-            estimate_generator_timing(
-                self._call_cost(generate_stage, placement.assignments[generate_stage]),
+            self.predict_generator_timing(
+                placement.assignments[self._generate_stage],
                 self.compute_kv_capacity_bytes(placement),
             ),
             score,
@@ -148,11 +149,23 @@ class CostModel:
             step_s=self.constants.between_steps_s,
         )
 
+    def predict_generator_timing(
+        self, assignment: CallAssignment, kv_bytes: float
+    ) -> GeneratorTiming:
+        """Return the timing of a generator with `kv_bytes` of KV cache on each device."""
+        return estimate_generator_timing(
+            self._call_cost(self._generate_stage, assignment), kv_bytes
+        )
+
     def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
         return self._build_device_memory(placement).compute_memory_by_stage()
 
     def explain_infeasible(self, placement: Placement) -> str:
-        """Return why a placement is infeasible, in a line; empty if feasible.
+        """Return why a placement does not fit or a run refuses it, in a line; empty if feasible."""
+        return self.explain_misfit(placement) or self.explain_refusal(placement)
+
+    def explain_misfit(self, placement: Placement) -> str:
+        """Return why a placement does not fit, in a line, or "".
 
         A dimension of a model does not divide, replicas outnumber rollouts, or memory is short.
         """
@@ -161,7 +174,11 @@ class CostModel:
                 stage, placement
             ):
                 return wrong
-        return self._build_device_memory(placement).explain_infeasible() or self._refuse(placement)
+        return self._build_device_memory(placement).explain_infeasible()
+
+    def explain_refusal(self, placement: Placement) -> str:
+        """Return why a run refuses a placement that fits, or ""."""
+        return self._refuse(placement)
 
     def _is_hosted(self, stage: str, placement: Placement) -> bool:
         """Return whether the ranks of a trained model also compute this scoring call."""

@@ -161,6 +161,7 @@ class ParallelismChoices:
             if self.problem.dataflow.calls_by_role[role][0].kind is CallKind.SCORE
         ]
         self.compute_alone_duration_s = cache(self._compute_alone_duration)
+        self._find_min_generation_s = cache(self._compute_min_generation_s)
         self._find_role_bytes = cache(self._compute_role_bytes)
         self._sorted_options = cache(self._sort_options)
         self._fit_on_canonical = cache(self._fit_on_one_mesh)
@@ -197,12 +198,16 @@ class ParallelismChoices:
         """Return a lower bound of the seconds per step in which a role keeps its devices busy.
 
         With generation ahead, no step waits for its longest rollout, and rollouts of `ahead + 1`
-        steps share each decode step.
+        steps share each decode step, as many as the generator takes.
         """
         seconds = self.compute_alone_duration_s(role, assignment)
-        if ahead and role == self.generator_role:
-            return seconds / self.straggler_factor / (ahead + 1)
+        if ahead and role == self.generator_role and seconds < math.inf:
+            mesh = self.find_canonical_mesh(assignment.mesh)
+            return self._find_min_generation_s(replace(assignment, mesh=mesh), ahead)
         return seconds
+
+    def _compute_min_generation_s(self, assignment: CallAssignment, ahead: int) -> float:
+        return self.estimator.estimate_min_generation_s(assignment, ahead)
 
     def estimate_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
         """Estimate the seconds per step in which a role keeps its devices busy.
@@ -210,8 +215,8 @@ class ParallelismChoices:
         Unlike `compute_min_busy_s`, the estimate assumes that memory limits the concurrent
         rollouts, so that steps ahead do not share decode steps.
         """
-        seconds = self.compute_min_busy_s(role, assignment, ahead)
-        return seconds * (ahead + 1) if role == self.generator_role else seconds
+        seconds = self.compute_alone_duration_s(role, assignment)
+        return seconds / self.straggler_factor if ahead and role == self.generator_role else seconds
 
     def list_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
         """Return the parallelisms of a role that fit alone on a mesh, fastest first."""

@@ -141,7 +141,7 @@ def plan_placement(  # noqa: PLR0913
     costs_of: returns the cost model of a problem; also called for parts of the cluster, which may
       be faster alone.
     rules: allowed ZeRO stages per call and grid.
-    proposals: proposals of the random search per staleness bound.
+    proposals: proposals of the random search per staleness bound; see `PlacementPlanner.plan`.
     run_bound: staleness bound of the run, whose placement generates exactly so many steps ahead.
     on_estimated: called for each placement whose step time the search estimates.
 
@@ -226,7 +226,8 @@ class PlacementPlanner:
     ) -> PlanResult:
         """Find the best placement within each staleness bound.
 
-        proposals: proposals of the random search per bound.
+        proposals: proposals of the random search per bound; half of them for bounds other than
+          `run_bound`.
         known: placements at which the search also starts.
         run_bound: bound for which generation runs exactly so many steps ahead.
         """
@@ -236,7 +237,9 @@ class PlacementPlanner:
             if bound < self._min_staleness:
                 continue
             aheads = [bound] if bound == run_bound else None
-            best = self.search_bound(bound, states, seed=seed, proposals=proposals, aheads=aheads)
+            # Bounds beside the run's own are for comparison.
+            tried = proposals if run_bound in (None, bound) else proposals // 2
+            best = self.search_bound(bound, states, seed=seed, proposals=tried, aheads=aheads)
             if best is not None:
                 states.append(best)
         # A placement found for one bound may be the best of another.

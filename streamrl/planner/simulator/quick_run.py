@@ -16,9 +16,9 @@ from streamrl.planner.problem.workload import Workload
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
 
-MEASURED_STEPS = 10
+MEASURED_STEPS = 6
 """Number of steps to average over, where a placement generates few steps ahead."""
-MIN_ROUNDS = 3
+MIN_ROUNDS = 2
 """Minimum number of cycles of `lead + 1` steps to average over; `lead` is the steps in flight.
 
 A long rollout delays every step in flight, and the steps after that are short; so average over
@@ -28,14 +28,14 @@ WARM_UP_STEPS = 2
 """Steps excluded from the means, besides the `lead` steps that fill the stream."""
 MIN_STEPS = 4
 """Minimum number of steps to average over, whatever their size; at least one whole cycle."""
-MIN_GROUPS = 10240
-"""Minimum number of groups to average over, unless MEASURED_STEPS is reached first."""
+MIN_ROLLOUTS = 10240
+"""Minimum number of rollouts to average over, unless MEASURED_STEPS is reached first."""
 MIN_PART_GROUPS = 128
 """Smallest number of groups per step for which a part represents the whole run."""
-MIN_UPDATE_GROUPS = 32
-"""Smallest number of groups per update of a part: with 16, eight updates were 12 % too short."""
-ROLLOUT_COST_S = 40e-6
-"""Measured on a server core: time to simulate one rollout through all stages."""
+MIN_UPDATE_ROLLOUTS = 32
+"""Smallest number of rollouts per update of a part: with 16, eight updates were 12 % too short."""
+GROUP_STAGE_COST_S, ROLLOUT_COST_S = 40e-6, 10e-6
+"""Measured on a server core: time to simulate a group in one stage, and a rollout."""
 SLOWDOWN_GROUPS = 5000
 """With more groups per step, simulating a rollout costs more: by the square root of groups."""
 MIN_LONGEST_FRACTION = 0.99
@@ -63,7 +63,7 @@ def run_quick_simulation(
         placement,
         split_timings(timings, parts),
         part_workload,
-        steps=choose_num_steps(part_workload.groups_per_step, lead),
+        steps=choose_num_steps(part_workload, lead),
         seed=seed,
         run_options=run_options,
     )
@@ -75,34 +75,34 @@ def run_quick_simulation(
 
 
 def estimate_quick_run_s(timings: StageTimings, workload: Workload, lead: int) -> float:
-    """Estimate the seconds of wall time that `run_quick_simulation` takes.
+    """Estimate the CPU seconds that `run_quick_simulation` takes.
 
     lead: steps that generation runs ahead.
     """
-    parts = choose_num_parts(timings, workload, lead)
-    return estimate_simulation_s(split_workload(workload, parts), lead=lead)
+    part = split_workload(workload, choose_num_parts(timings, workload, lead))
+    stages = 1 + len(timings.score) + len(timings.train)
+    return estimate_simulation_s(part, stages, steps=choose_num_steps(part, lead))
 
 
-def estimate_simulation_s(workload: Workload, *, lead: int = 0, steps: int | None = None) -> float:
-    """Estimate the seconds of wall time to simulate `steps` steps, by default a quick simulation.
+def estimate_simulation_s(workload: Workload, stages: int, *, steps: int) -> float:
+    """Estimate the CPU seconds to simulate `steps` steps of a dataflow with `stages` stages.
 
-    lead: steps that generation runs ahead. The estimate ignores preemption, with which a simulation
-    takes several times as long.
+    The estimate ignores preemption of rollouts and of devices, with which a simulation takes two
+    to three times as long.
     """
-    steps = choose_num_steps(workload.groups_per_step, lead) if steps is None else steps
-    slowdown = math.sqrt(max(1.0, workload.groups_per_step / SLOWDOWN_GROUPS))
-    rollouts = steps * workload.num_rollouts / (1 - workload.filtered_fraction)
-    return rollouts * ROLLOUT_COST_S * slowdown
+    groups = workload.groups_per_step / (1 - workload.filtered_fraction)
+    group_s = stages * GROUP_STAGE_COST_S + workload.group_size * ROLLOUT_COST_S
+    return steps * groups * group_s * math.sqrt(max(1.0, groups / SLOWDOWN_GROUPS))
 
 
-def choose_num_steps(groups_per_step: int, lead: int) -> int:
+def choose_num_steps(workload: Workload, lead: int) -> int:
     """Return how many steps a quick simulation runs, including steps excluded from the means.
 
-    Fewer steps suffice where steps have many groups. lead: steps that generation runs ahead.
+    Fewer steps suffice where steps have many rollouts. lead: steps that generation runs ahead.
     """
     steps_in_flight = lead + 1
     max_counted = max(MEASURED_STEPS, MIN_ROUNDS * steps_in_flight)
-    min_counted = max(MIN_STEPS, steps_in_flight, -(-MIN_GROUPS // groups_per_step))
+    min_counted = max(MIN_STEPS, steps_in_flight, -(-MIN_ROLLOUTS // workload.num_rollouts))
     return lead + WARM_UP_STEPS + min(max_counted, min_counted) + lead
 
 
@@ -113,7 +113,8 @@ def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> in
     the longest chain of replacements. The longest of all chains exceeds the longest of a part, so
     no part represents such a run.
     """
-    groups, lengths = workload.groups_per_step, workload.lengths
+    lengths, min_update_groups = workload.lengths, MIN_UPDATE_ROLLOUTS / workload.group_size
+    min_part_groups = max(MIN_PART_GROUPS, min_update_groups * workload.mini_batches)
     if workload.filtered_fraction and not lead:
         return 1
     dp_sizes = [timing.dp_size for timing in timings.train.values()]
@@ -121,7 +122,7 @@ def choose_num_parts(timings: StageTimings, workload: Workload, lead: int) -> in
     longest = lengths.expected_longest(workload.num_rollouts)
     for parts in range(divisor, 1, -1):
         part_longest = lengths.expected_longest(workload.num_rollouts // parts)
-        is_large = groups >= parts * max(MIN_PART_GROUPS, MIN_UPDATE_GROUPS * workload.mini_batches)
+        is_large = workload.groups_per_step >= parts * min_part_groups
         if not divisor % parts and is_large and part_longest >= MIN_LONGEST_FRACTION * longest:
             return parts
     return 1

@@ -8,6 +8,7 @@ from statistics import fmean
 
 from streamrl.buffer.run_log import LedgerCounts
 from streamrl.dataflow import Dataflow
+from streamrl.planner.simulator.replicas import ProcessRecorder
 from streamrl.stream.protocols import StepResult
 from streamrl.stream.step_metrics import StageActivity
 from streamrl.telemetry.spans import Span, compute_idle_fraction
@@ -30,7 +31,7 @@ class SimulationResult:
     dataflow: Dataflow
     outcomes: Sequence[StepResult]
     step_ends: Sequence[float]
-    spans_by_process: Mapping[str, Sequence[Span]]
+    recorders: Mapping[str, ProcessRecorder]
     process_names: Mapping[str, Sequence[str]]
     warm_up_steps: int
     cool_down_steps: int = 0
@@ -110,7 +111,7 @@ class SimulationResult:
 
     @property
     def spans(self) -> Sequence[Span]:
-        return [span for spans in self.spans_by_process.values() for span in spans]
+        return [span for recorder in self.recorders.values() for span in recorder.list_spans()]
 
     def collect_activity(self, spans: Sequence[Span]) -> dict[str, StageActivity]:
         """Return, by stage, the spans and processes from which idle time is computed.

@@ -29,6 +29,8 @@ from streamrl.planner.problem.stage_timings import GeneratorTiming
 from streamrl.stream.stage_worker import ConcurrencyLimit
 
 K = TypeVar("K")
+MAX_STARTED = 8
+"""Rollouts to remember per running one before the finished ones are dropped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +91,8 @@ class SimulatedEngine(Generic[K]):
         self.resident_tokens = 0.0
         """Tokens in the KV cache."""
         self._running: list[_RunningRollout[K]] = []
+        self._started: list[_RunningRollout[K]] = []
+        """Rollouts in the order of their start, the finished ones included, to find the newest."""
         self._waiting: deque[_WaitingRollout[K]] = deque()
         self._finished_groups: deque[tuple[float, RunningGroup[K]]] = deque()
         self._last_slot = 0
@@ -349,11 +353,15 @@ class SimulatedEngine(Generic[K]):
             group.num_waiting -= 1
             if end >= group.end_step:
                 group.end_step, group.last_slot = end, last_slot
-            running.append((end, last_slot, group, step, context))
+            rollout = end, last_slot, group, step, context
+            running.append(rollout)
+            self._started.append(rollout)
             resident += context
             prefill_tokens += context
         if last_slot > self._last_slot:
             running.sort()
+            if len(self._started) > MAX_STARTED * len(running):
+                self._started = [rollout for rollout in self._started if rollout[0] > step]
             self.resident_tokens, self._last_slot = resident, last_slot
             self.now += self._timing.prefill_token_s * prefill_tokens
             self._plan = None
@@ -362,9 +370,10 @@ class SimulatedEngine(Generic[K]):
         """Preempt the newest rollouts until the KV cache has room for a token of each rollout."""
         running, kv_tokens = self._running, self._timing.kv_tokens
         while running and self.resident_tokens + len(running) > kv_tokens:
-            newest = max(running, key=itemgetter(1))
-            running.remove(newest)
-            end, _, group, start, context = newest
+            end, slot, group, start, context = self._started.pop()
+            if end <= self.decode_steps:
+                continue
+            del running[bisect_left(running, (end, slot), key=itemgetter(0, 1))]
             self._count_tokens(group, start, self.decode_steps)
             if self._log is not None:
                 self._log.append((start, self.decode_steps, context))

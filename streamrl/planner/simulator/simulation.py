@@ -133,9 +133,7 @@ class SimulatedRun:
             dataflow=self.dataflow,
             outcomes=self.outcomes,
             step_ends=self.step_ends,
-            spans_by_process={
-                process: recorder.list_spans() for process, recorder in context.recorders.items()
-            },
+            recorders=context.recorders,
             process_names=process_names,
             warm_up_steps=0,
         )

@@ -21,6 +21,7 @@ from streamrl.planner.problem.problem import (
     PlacementEstimate,
     PlacementProblem,
 )
+from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.planner.steady_state.jobs import (
     CallGraph,
     JobGraph,
@@ -74,32 +75,45 @@ class PlacementEstimator:
         if key not in self._step_durations_s:
             self._on_estimated()
             seconds = math.inf
-            if not self.costs.explain_infeasible(placement):
-                if limit_s < math.inf and self._find_max_busy_s(placement) >= limit_s:
-                    return math.inf
-                seconds = self._schedule_step_s(placement)
+            if not self.costs.explain_misfit(placement):
+                timings, busy_s = self.costs.predict_timings(placement), 0.0
+                if placement.max_staleness or limit_s < math.inf:
+                    busy_s = self._find_max_busy_s(placement, timings)
+                    if busy_s >= limit_s:
+                        return math.inf
+                if not self.costs.explain_refusal(placement):
+                    seconds = self._schedule_step_s(placement, timings)
+                    if placement.max_staleness:
+                        # Without a common period the mean period counts, which may be too short.
+                        seconds = max(seconds, busy_s)
             self._step_durations_s[key] = seconds
         return self._step_durations_s[key]
 
-    def _find_max_busy_s(self, placement: Placement) -> float:
+    def estimate_min_generation_s(self, assignment: CallAssignment, ahead: int) -> float:
+        """Return generation's busy seconds per step with a KV cache for all rollouts, at least."""
+        timing = self.costs.predict_generator_timing(assignment, math.inf)
+        return self._ahead_generation.estimate_saturated_step_s(timing, ahead)
+
+    def _find_max_busy_s(self, placement: Placement, timings: StageTimings) -> float:
         """Return the busiest device's busy seconds per step, a lower bound of the step time."""
-        jobs = self._make_job_graph(placement)
+        jobs = self._make_job_graph(placement, timings)
         return find_max_busy_s(jobs, build_busy_jobs(jobs, self._select_generation(placement)))
 
     def _select_generation(self, placement: Placement) -> GenerationModel:
         return self._ahead_generation if placement.max_staleness else self._on_policy_generation
 
-    def _make_job_graph(self, placement: Placement) -> JobGraph:
-        problem, timings = self.problem, self.costs.predict_timings(placement)
+    def _make_job_graph(self, placement: Placement, timings: StageTimings) -> JobGraph:
+        problem = self.problem
         return JobGraph(self.call_graph, problem.workload, placement, timings, problem.run_options)
 
     def estimate(self, placement: Placement) -> PlacementEstimate:
         reason = self.costs.explain_infeasible(placement)
         if reason:
             return PlacementEstimate.make_infeasible(reason)
-        step_s, calls = self._schedule_step_s(placement), placement.assignments
+        timings = self.costs.predict_timings(placement)
+        step_s, calls = self.estimate_step_s(placement), placement.assignments
         busy_s = dict.fromkeys((call.stage for call in self.call_graph.calls), 0.0)
-        jobs = self._make_job_graph(placement)
+        jobs = self._make_job_graph(placement, timings)
         for job in build_busy_jobs(jobs, self._select_generation(placement)):
             if job.mesh != NO_MESH:
                 busy_s[job.stage] += sum(job.parts) / job.step_interval
@@ -117,9 +131,10 @@ class PlacementEstimator:
             free_bytes,
         )
 
-    def _schedule_step_s(self, placement: Placement) -> float:
+    def _schedule_step_s(self, placement: Placement, timings: StageTimings) -> float:
         """Return the step time of a feasible placement in the schedule of several steps."""
-        jobs, generation = self._make_job_graph(placement), self._select_generation(placement)
+        generation = self._select_generation(placement)
+        jobs = self._make_job_graph(placement, timings)
         # Round up to whole publish intervals, if not every step is published.
         publish_every, window = jobs.publish_every, placement.max_staleness + 1
         window = -(-window // publish_every) * publish_every
@@ -136,11 +151,7 @@ class PlacementEstimator:
         scheduler = ListScheduler(
             jobs.build_jobs(make_job(jobs, generation)), jobs.overlaps, jobs.stopping_meshes
         )
-        period_s = scheduler.run(window=window, max_steps=6 * window + 5)
-        if placement.max_staleness:
-            # Steps without a common period get the mean period, which may be too short.
-            return max(period_s, self._find_max_busy_s(placement))
-        return period_s
+        return scheduler.run(window=window, max_steps=6 * window + 5)
 
 
 def make_placement_key(placement: Placement) -> PlacementKey:

@@ -132,7 +132,7 @@ def check_devices(case: SimulationCase, result: SimulationResult) -> None:
     for call in result.dataflow.calls:
         phase = "trainer" if call.role in trained else call.role
         for name in result.process_names[call.role]:
-            for span in result.spans_by_process.get(name, ()):
+            for span in result.recorders[name].list_spans() if name in result.recorders else ():
                 if span.name == call.stage and call.stage in first_devices:
                     stage = "generate" if call.stage == "greedy" else call.stage
                     spans_by_device[first_devices[stage]].append((span.start_s, span.end_s, phase))

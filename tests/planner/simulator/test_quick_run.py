@@ -51,22 +51,24 @@ def workload(groups: int, lengths: LengthDistribution = LENGTHS) -> Workload:
 @pytest.mark.parametrize(
     ("groups", "lead", "steps"),
     [
-        # Small steps: three cycles of the steps in flight.
-        (64, 0, 12),
-        (64, 4, 6 + 3 * 5 + 4),
-        # 10240 groups in five steps, after two warm-up steps; one step ahead adds a step
+        # Small steps: two cycles of the steps in flight, and at least six steps.
+        (64, 0, 2 + 6),
+        (64, 4, 6 + 2 * 5 + 4),
+        # 10240 rollouts in five steps, after two warm-up steps; one step ahead adds a step
         # before and a step after.
         (2048, 0, 2 + 5),
         (2048, 1, 3 + 5 + 1),
         # At least four counted steps.
         (50_000, 0, 2 + 4),
-        # Many steps ahead: three cycles, or one if steps are large.
-        (64, 16, 18 + 3 * 17 + 16),
+        # Many steps ahead: two cycles, or one if steps are large.
+        (64, 16, 18 + 2 * 17 + 16),
         (2048, 16, 18 + 17 + 16),
     ],
 )
 def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, steps: int):
-    assert choose_num_steps(groups, lead) == steps
+    assert choose_num_steps(workload(groups), lead) == steps
+    # Rollouts count, in groups of any size.
+    assert choose_num_steps(replace(workload(groups // 2), group_size=2), lead) == steps
 
 
 @pytest.mark.parametrize(
@@ -78,6 +80,7 @@ def test_fewer_steps_are_simulated_if_steps_are_large(groups: int, lead: int, st
         (workload(200), 0, 1),
         # Eight updates: of eight parts each would have 16 groups.
         (replace(workload(1024), mini_batches=8), 0, 4),
+        (replace(workload(1024), mini_batches=8, group_size=2), 0, 8),
         # On policy each filtered group is replaced in turn: no part has as long a chain.
         (replace(workload(2048), filtered_fraction=0.5), 0, 1),
         (replace(workload(2048), filtered_fraction=0.5), 1, 8),

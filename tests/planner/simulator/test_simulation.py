@@ -98,7 +98,9 @@ def test_an_ema_reference_delays_only_the_steps_at_which_it_moves():
     def played(every: int) -> tuple[Sequence[float], list[object]]:
         run_options = RunOptions(reference_every=every)
         result = run(timings, placement, flow=flow, steps=5, run_options=run_options)
-        spans = [span for span in result.spans_by_process["reference-0"] if span.name == "pull"]
+        spans = [
+            span for span in result.recorders["reference-0"].list_spans() if span.name == "pull"
+        ]
         return result.step_ends, [span.args["version"] for span in spans]
 
     # If the reference moves, pull 100, otherwise sample 10; then score 0.5, train 2 and 1.
@@ -150,7 +152,7 @@ def test_weights_are_published_before_the_devices_are_released():
     )
     workload = replace(WORKLOAD, requires_whole_step=True)
     result = run(timings, placement, workload=workload, steps=6)
-    spans = result.spans_by_process["policy"]
+    spans = result.recorders["policy"].list_spans()
     updates = [span.end_s for span in spans if span.name == "update"]
     published = [span for span in spans if span.name == "publish"]
     assert len(published) == len(updates) == 6

@@ -69,7 +69,10 @@ class FixedCosts(CostModel):
     def predict_memory(self, placement: Placement) -> Mapping[str, CallMemory]:
         return {stage: CallMemory(1e9, 2e9) for stage in placement.assignments}
 
-    def explain_infeasible(self, placement: Placement) -> str:
+    def explain_misfit(self, placement: Placement) -> str:
+        return ""
+
+    def explain_refusal(self, placement: Placement) -> str:
         return ""
 
 
