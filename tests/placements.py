@@ -5,7 +5,7 @@
 
 import ast
 import importlib.machinery
-from collections.abc import Callable
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "streamrl"
 NOTE = "__note_placement__"
 METHODS = ("to", "cuda", "cpu")
 KEYWORDS = ("device", "pin_memory", "map_location")
+CPU_DEVICE = "__import__('torch').device('cpu')"
 
 
 def is_placement(node: ast.AST) -> bool:
@@ -46,32 +47,58 @@ def name_place(path: Path, node: Any) -> str:
 
 
 class PlacementChange(ast.NodeTransformer):
-    """Notes each placement as it runs, and takes out the one at a place."""
+    """Lets `NOTE` choose, each time a placement runs, whether the tensor is placed."""
 
-    def __init__(self, path: Path, without: str) -> None:
-        self._path, self._without = path, without
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         is_place, place = is_placement(node), name_place(self._path, node)
         self.generic_visit(node)
         if not is_place:
             return node
-        changed: ast.expr = take_out(node) if place == self._without else node
-        note = ast.Call(ast.Name(NOTE, ast.Load()), [ast.Constant(place), changed], [])
-        return ast.copy_location(note, node)
+        choice = ast.Call(ast.Name(NOTE, ast.Load()), [ast.Constant(place)], [])
+        return ast.copy_location(ast.IfExp(choice, node, take_out(node)), node)
 
 
 def take_out(node: ast.Call) -> ast.expr:
-    """Return the call without its device: the tensor stays where it is, or is made on the CPU."""
-    if not (isinstance(node.func, ast.Attribute) and node.func.attr in METHODS):
-        keywords = [keyword for keyword in node.keywords if keyword.arg not in KEYWORDS]
-        return ast.copy_location(ast.Call(node.func, node.args, keywords), node)
-    kept = [argument for argument in node.args if "dtype" in ast.unparse(argument)]
-    return ast.copy_location(ast.Call(node.func, kept, []), node) if kept else node.func.value
+    """Return the call without its device: the tensor stays where it is, or is made on the CPU.
+
+    A function that is not torch's gets the CPU, as its device may have no default.
+    """
+    if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+        kept = [arg for arg in node.args if not re.search("device|cpu", ast.unparse(arg))]
+        if not kept and not node.keywords:
+            return node.func.value
+        return ast.copy_location(ast.Call(node.func, kept, node.keywords), node)
+    is_of_torch = ast.unparse(node.func).startswith(("torch.", "_get_torch()."))
+    keywords = [
+        keyword
+        if keyword.arg not in KEYWORDS
+        else ast.keyword(keyword.arg, ast.parse(CPU_DEVICE, mode="eval").body)
+        for keyword in node.keywords
+        if not (is_of_torch and keyword.arg in KEYWORDS)
+    ]
+    return ast.copy_location(ast.Call(node.func, node.args, keywords), node)
 
 
-def install(note: Callable[[str], None], *, without: str = "") -> None:
-    """Call `note` with the place of each placement that runs; take out that at `without`."""
+class PlacementLog:
+    """Placements that this process has reached, and the one that is taken out, if any."""
+
+    def __init__(self) -> None:
+        self.reached = set[str]()
+        self.without = ""
+
+    def is_placed(self, place: str) -> bool:
+        self.reached.add(place)
+        return place != self.without
+
+
+LOG = PlacementLog()
+
+
+def install() -> None:
+    """Let `LOG` choose for the placements of all modules that are imported from now on."""
     loader: Any = importlib.machinery.SourceFileLoader
     get_code = loader.get_code
 
@@ -79,12 +106,8 @@ def install(note: Callable[[str], None], *, without: str = "") -> None:
         if not name.startswith("streamrl."):
             return get_code(self, name)
         path = Path(self.path)
-        tree = PlacementChange(path, without).visit(ast.parse(path.read_text()))
+        tree = PlacementChange(path).visit(ast.parse(path.read_text()))
         return compile(ast.fix_missing_locations(tree), self.path, "exec", dont_inherit=True)
 
-    def note_and_return(place: str, value: Any) -> Any:
-        note(place)
-        return value
-
-    vars(__import__("builtins"))[NOTE] = note_and_return
+    vars(__import__("builtins"))[NOTE] = LOG.is_placed
     loader.get_code = get_changed_code

@@ -10,8 +10,10 @@ waits for it. Until then its result is not a number.
 Stricter than a GPU: indices and masks must be on the device, where CUDA would copy them.
 """
 
+import re
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -19,19 +21,31 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from streamrl.distributed import devices
+from streamrl.distributed import devices, process_group
+from streamrl.engines.models.stored_weights import find_owners
+from streamrl.resharding import executors
 
 GPU = "simgpu"
 GPU_0 = f"{GPU}:0"
 CPU = torch.device("cpu")
 COPIES = {"aten::_to_copy", "aten::copy_"}
-NO_SCALARS_OF_CPU = {"aten::cat", "aten::stack"}
+NO_SCALARS_OF_CPU = {"aten::cat", "aten::stack", "aten::equal"}
 """Operations that take no tensor of the CPU, not even without dimensions."""
+COLLECTIVES = re.compile(
+    "c10d::(allreduce|broadcast|_?allgather|_?reduce|scatter|gather|alltoall|send|recv)"
+)
+"""Collectives that move tensors: not barriers."""
+DISTRIBUTED = (DTensor, AsyncCollectiveTensor)
+"""Tensors that run their operations on local ones."""
 MATH_ATTENTION = 0
 """Kernel of attention that is made of other operations."""
 
@@ -58,22 +72,28 @@ class GpuTensor(Tensor):
         tensor.on_cpu = values
         return tensor  # type: ignore[no-any-return]
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self: Any = args[0] if args else None
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            return self.detach()
-        if func in (Tensor.untyped_storage, Tensor.data_ptr):
-            return func(self.on_cpu)
-        if func is Tensor.tolist:
-            return self.cpu().tolist()
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            self.on_cpu = args[1].on_cpu
-        return result
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.on_cpu = value.on_cpu
+
+    def untyped_storage(self) -> Any:
+        return GpuStorage(self.on_cpu.untyped_storage())
+
+    def data_ptr(self) -> int:
+        return self.on_cpu.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def set_(self, source: Any, *more: Any) -> Any:
+        return GpuTensor(self.on_cpu.set_(source.on_cpu, *more))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -83,6 +103,23 @@ class GpuTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GpuTensor({self.on_cpu!r})"
+
+
+class GpuStorage:
+    """Storage of a tensor on the simulated GPU. on_cpu: the same memory as a storage of the CPU."""
+
+    def __init__(self, on_cpu: torch.UntypedStorage) -> None:
+        self.on_cpu = on_cpu
+        self.device = torch.device(GPU_0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.on_cpu, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GpuStorage) and other._cdata == self._cdata
+
+    def __hash__(self) -> int:
+        return hash(self._cdata)
 
 
 class SimulatedGpu(TorchDispatchMode):
@@ -97,12 +134,17 @@ class SimulatedGpu(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DISTRIBUTED) for kind in types):
+            return NotImplemented
         return run_operation(func, args, kwargs or {})
 
 
 def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the values of its tensors; return tensors of the operation's device."""
     name = func._schema.name
+    if (error := GpuModule.error) and "cpu" not in str(kwargs.get("device", "cpu")):
+        GpuModule.error = ""
+        raise RuntimeError(error)
     if func._can_decompose():  # in inference mode operations come as they were called
         with SimulatedGpu():
             return func.decompose(*args, **kwargs)
@@ -114,12 +156,14 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_devices(name, tensors, on_gpu)
         device = kwargs.get("device")
         is_result_on_gpu = bool(on_gpu) if device is None else _is_gpu(device)
+    if COLLECTIVES.match(name) and tensors and not on_gpu and devices.has_local_gpu():
+        raise MixedDevicesError(f"{name}: a collective of NCCL has a tensor on the CPU")
     if on_gpu and name in COPIES and not is_result_on_gpu:
         SimulatedGpu.host_copies += 1
         SimulatedGpu.host_bytes += on_gpu[0].nbytes
     if name == "aten::_fused_sdp_choice" and on_gpu:
         return MATH_ATTENTION
-    if kwargs.get("device") is not None:
+    if _is_gpu(kwargs.get("device") or CPU):
         kwargs = {**kwargs, "device": CPU}
     result = func(*_unwrap(args), **_unwrap(kwargs))
     if name in COPIES and is_result_on_gpu and not on_gpu:
@@ -178,19 +222,30 @@ class StreamCall(NamedTuple):
     subject: Any
 
 
-class SimulatedEvent(NamedTuple):
-    """Point in the work of a stream, behind its first `num_copies`."""
+class SimulatedEvent:
+    """Point in the work of a stream, behind its first copies."""
 
     stream: "SimulatedStream"
-    num_copies: int
+
+    def __init__(self) -> None:
+        self.num_copies = 0
+
+    def record(self, stream: "SimulatedStream | None" = None) -> None:
+        self.stream = GpuModule.stream_in_use if stream is None else stream
+        self.num_copies = self.stream.num_queued
+        self.stream.note("record", self)
+
+    def synchronize(self) -> None:
+        self.stream.run_until(self.num_copies)
 
 
 class SimulatedStream:
     """Stream of the simulated GPU. calls: those of all streams, in the order of the host."""
 
     calls: ClassVar[list[StreamCall]] = []
+    device = GPU_0
 
-    def __init__(self, *, is_default: bool = False) -> None:
+    def __init__(self, *, is_default: bool = False, priority: int = 0) -> None:
         self._is_default = is_default
         self._queued: list[Callable[[], object]] = []
         self._num_run = 0
@@ -205,7 +260,7 @@ class SimulatedStream:
         self.note("copy", weakref.ref(memory))
         return torch.from_numpy(memory).view(result.dtype).view(result.shape)
 
-    def _run_until(self, num_copies: int) -> None:
+    def run_until(self, num_copies: int) -> None:
         for _ in range(num_copies - self._num_run):
             self._queued.pop(0)()
             self._num_run += 1
@@ -213,29 +268,41 @@ class SimulatedStream:
     def note(self, action: str, subject: Any) -> None:
         self.calls.append(StreamCall(self, action, subject))
 
+    @property
+    def num_queued(self) -> int:
+        """Copies that were queued until now."""
+        return self._num_run + len(self._queued)
+
     def wait_event(self, event: SimulatedEvent) -> None:
         self.note("wait", event)
-        event.stream._run_until(event.num_copies)
+        event.synchronize()
+
+    def wait_stream(self, stream: "SimulatedStream") -> None:
+        self.wait_event(stream.record_event())
 
     def record_event(self) -> SimulatedEvent:
-        event = SimulatedEvent(self, self._num_run + len(self._queued))
-        self.note("record", event)
+        event = SimulatedEvent()
+        event.record(self)
         return event
 
     def synchronize(self) -> None:
-        self._run_until(self._num_run + len(self._queued))
+        self.run_until(self.num_queued)
 
 
 class GpuModule:
     """Functions of `torch.cuda` for the simulated GPU.
 
     num_waits: waits for the work of all streams. stream_in_use: the stream of this process's work.
+    error: of a call of the runtime, which the next operation that makes a tensor raises.
     """
 
     is_found = True
+    can_pin = True
+    error = ""
     num_waits = 0
     stream_in_use = SimulatedStream(is_default=True)
     Stream = SimulatedStream
+    Event = SimulatedEvent
 
     def is_available(self) -> bool:
         return self.is_found
@@ -256,13 +323,17 @@ class GpuModule:
         GpuModule.num_waits += 1
 
     def cudart(self) -> SimpleNamespace:
-        """Return the functions of CUDA's runtime; any memory can be pinned."""
+        """Return the functions of CUDA's runtime."""
         return SimpleNamespace(
-            cudaHostRegister=lambda address, num_bytes, flags: 0,
-            cudaHostUnregister=lambda address: 0,
+            cudaHostRegister=self._register_host, cudaHostUnregister=lambda address: 0
         )
 
-    def current_stream(self) -> SimulatedStream:
+    def _register_host(self, address: int, num_bytes: int, flags: int) -> int:
+        if not self.can_pin:
+            GpuModule.error = "the memory cannot be pinned"
+        return 0 if self.can_pin else 1
+
+    def current_stream(self, device: object = None) -> SimulatedStream:
         return self.stream_in_use
 
     @contextmanager
@@ -302,11 +373,50 @@ def use_simulated_gpu() -> Iterator[None]:
     with (
         mock.patch.object(devices, "GPU", GPU),
         mock.patch.object(torch, "from_dlpack", _share_memory),
+        mock.patch.object(threading.Thread, "run", _run_thread),
+        mock.patch.object(torch.nn.Module, "_apply", _apply_and_tie),
         torch.autograd.set_multithreading_enabled(False),
         _make_constants_on_cpu(),
         SimulatedGpu(),
     ):
         yield
+
+
+@contextmanager
+def use_gloo_as_nccl() -> Iterator[None]:
+    """Context in which ranks with simulated GPUs have gloo's groups, which refuse CPU tensors."""
+    with (
+        mock.patch.object(process_group, "has_local_gpu", lambda: False),
+        mock.patch.object(executors, "get_collective_device", devices.get_local_device),
+        mock.patch.object(c10d, "_get_object_coll_device", _choose_object_device),
+        mock.patch.object(dist, "batch_isend_irecv", _start_in_turn),
+    ):
+        yield
+
+
+def _choose_object_device(group: object = None) -> str:
+    return str(devices.get_local_device())
+
+
+def _start_in_turn(operations: Sequence[dist.P2POp]) -> list[dist.Work | None]:
+    return [operation.op(operation.tensor, operation.peer) for operation in operations]
+
+
+def _apply_and_tie(
+    module: torch.nn.Module, *arguments: Any, apply: Any = torch.nn.Module._apply
+) -> torch.nn.Module:
+    """Move a module; tied parameters stay tied, as with a GPU of torch's own."""
+    owners = find_owners(module).values()
+    apply(module, *arguments)
+    for (first, first_name), *others in owners:
+        for owner, name in others:
+            setattr(owner, name, getattr(first, first_name))
+    return module
+
+
+def _run_thread(thread: threading.Thread, run: Any = threading.Thread.run) -> None:
+    with SimulatedGpu():  # modes are those of a thread
+        run(thread)
 
 
 def _share_memory(source: Any, from_dlpack: Any = torch.from_dlpack) -> Tensor:

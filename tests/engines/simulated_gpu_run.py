@@ -5,8 +5,8 @@ faults raised or changed. Run by `tests.engines.simulated_gpu_lines`.
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.accelerator.real_accelerator import set_accelerator
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from scripts.gpu_check import (
     compare_losses,
@@ -32,8 +34,10 @@ from scripts.gpu_check import (
 )
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction import CorrectionConfig
+from streamrl.algorithms.math.advantages import make_token_rewards
+from streamrl.algorithms.math.correction import second_moment_limit
+from streamrl.algorithms.math.losses import covariance_band_mask, covariance_top_mask
 from streamrl.data.pretrain_texts import TextStream
-from streamrl.distributed import process_group
 from streamrl.distributed.devices import get_local_device
 from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions, TokenScores
 from streamrl.engines.trainer_config import TrainerConfig
@@ -41,21 +45,30 @@ from streamrl.engines.training import model_trainer
 from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.pretraining import PretrainingLoss
-from streamrl.engines.training.tasks import PolicyTask, TrainingTask, TwoHeadedTask
+from streamrl.engines.training.tasks import (
+    PolicyTask,
+    SampleJoiner,
+    TrainingTask,
+    TwoHeadedTask,
+)
 from streamrl.messages import Columns
 from streamrl.weights.buckets import publish_version, unpack_tensors
+from tests.engines import simulated_gpu_ranks, simulated_gpu_weights
+from tests.engines.reward_ranks import compute_on_rank
 from tests.engines.scoring_models import make_reference, make_shadow_critic
+from tests.engines.simulated_gpu_ranks import use_simulated_accelerator
+from tests.engines.tiny_families import make_model
 from tests.engines.tiny_groups import make_groups
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.simulated_gpu import (
     CPU,
-    GPU,
     GPU_0,
     GpuModule,
     MixedDevicesError,
     SimulatedGpu,
     SimulatedStream,
     StreamCall,
+    use_gloo_as_nccl,
     use_simulated_gpu,
 )
 from tests.weights.local_transport import LocalReader, LocalWriter
@@ -81,28 +94,9 @@ def make_trainer(kind: str, path: str, groups: Groups) -> ModelTrainer:
     return ModelTrainer(make_task(kind, path, groups), config=config)
 
 
-class SimulatedAccelerator(CPU_Accelerator):
-    """DeepSpeed's interface to the simulated GPU."""
-
-    def device_name(self, device_index: int | None = None) -> str:
-        return GPU if device_index is None else f"{GPU}:{device_index}"
-
-    def current_device(self) -> int:
-        return 0
-
-    def current_device_name(self) -> str:
-        return GPU_0
-
-    def device_count(self) -> int:
-        return 1
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        return tensor.device.type == GPU
-
-
 def train_with_deepspeed(path: str, groups: Groups) -> Measurements:
     """Train two steps in bfloat16 with ZeRO 1, the default on GPUs; leaves DeepSpeed's patches."""
-    set_accelerator(SimulatedAccelerator())
+    use_simulated_accelerator()
     config = TrainerConfig(backend="deepspeed", zero_stage=1, dtype="bfloat16", lr=1e-3)
     trainer = ModelTrainer(make_task("policy", path, groups), config=config)
     first, copies = train_step(trainer, groups)
@@ -322,6 +316,79 @@ def reshard(
     return result
 
 
+def compare_maths(path: str, groups: Groups) -> Measurements:
+    """Call pure functions with tensors on the GPU, and on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old = (torch.randn(6, 20, generator=generator) for _ in range(2))
+    mask = torch.arange(20) < torch.tensor([20, 5, 9, 14, 3, 20])[:, None]
+    calls: dict[str, Callable[..., Any]] = {
+        "token rewards": lambda values, mask: make_token_rewards(values[:, 0], mask),
+        "drawn": choose_drawn,
+        "top": lambda values, mask: covariance_top_mask(values, values, mask, fraction=0.3),
+        "second moment": lambda values, mask: torch.tensor(
+            second_moment_limit(values[mask].square(), threshold=0.9)
+        ),
+        "samples": lambda values, mask: join_samples(values),
+    }
+    arguments = (logprobs + old, mask)
+    on_gpu = {name: call(*(a.to(GPU_0) for a in arguments)) for name, call in calls.items()}
+    on_cpu = {name: call(*arguments) for name, call in calls.items()}
+    numbers = [{n: float(t.double().sum()) for n, t in r.items()} for r in (on_gpu, on_cpu)]
+    return {"difference": max(abs(numbers[0][n] - numbers[1][n]) for n in calls)}
+
+
+def choose_drawn(values: Tensor, mask: Tensor) -> Tensor:
+    """Choose half of the tokens by draws of the function itself; return how many."""
+    draw = partial(covariance_band_mask, values, values, mask, low=-9.0, high=9.0, fraction=0.5)
+    return draw().sum()
+
+
+def join_samples(values: Tensor) -> Tensor:
+    return SampleJoiner(torch.tensor([0, 0, 1, 2, 2, 2]).to(values.device))(values)
+
+
+def compare_rewards(path: str, groups: Groups) -> Measurements:
+    """Compute logits of a reward model."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = AutoConfig.from_pretrained(path, num_labels=1, pad_token_id=0)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        rows = [[5, 6, 7], [8, 9, 10, 11, 12]]
+        (on_gpu,) = compute_on_rank(0, 0, folder, {}, [rows])
+        dist.destroy_process_group()
+        with hide_gpu():
+            (on_cpu,) = compute_on_rank(0, 0, folder, {}, [rows])
+    return {"difference": max(abs(a - b) for a, b in zip(on_gpu, on_cpu, strict=True))}
+
+
+def compare_windows(path: str, groups: Groups) -> Measurements:
+    """Score packed rows that are longer than the sliding window of a model."""
+    columns = make_groups(num_groups=1, group_size=3)["0:0:0"]
+    with tempfile.TemporaryDirectory() as folder:
+        make_model("mistral", sliding_window=4).save_pretrained(folder)
+        scores = []
+        for context in (nullcontext(), hide_gpu()):
+            with context:
+                model = make_reference(folder)
+                scores += model.compute_columns([columns], "ref_logprobs", micro_batch_tokens=64)
+                dist.destroy_process_group()
+    return {"difference": float(np.abs(scores[0] - scores[1]).max())}
+
+
+def save_experts(path: str, groups: Groups) -> Measurements:
+    """Save a mixture, whose router has a buffer."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model("deepseek_v3", n_group=1, topk_group=1)
+        path = save(model, Path(folder, "policy"))
+        trainer = make_trainer("policy", path, groups)
+        trainer.save_model(Path(folder, "model"))
+        saved, trained = (
+            load_file(Path(folder, name, "model.safetensors")) for name in ("model", "policy")
+        )
+        trainer.close()
+    buffers = [name for name in saved if "bias" in name]
+    return {"buffers": len(buffers), "difference": find_max_difference(saved, trained)}
+
+
 # --- Planted faults -------------------------------------------------------------------------------
 
 
@@ -352,7 +419,7 @@ def name_fault(run: Callable[[], object]) -> str:
 def save_and_continue(path: str, groups: Groups) -> Measurements:
     """Train, save, train on; repeat that from the checkpoint. Compare with the same on the CPU."""
     with tempfile.TemporaryDirectory() as folder:
-        path = save(tiny_model(tied=False, seed=0), Path(folder))  # with a tokenizer
+        path = save(tiny_model(tied=True, seed=0), Path(folder))  # with a tokenizer
         groups = make_groups()
         on_gpu = save_and_repeat(path, groups)
         with hide_gpu():
@@ -446,23 +513,22 @@ AREAS: Mapping[str, Callable[[str, Groups], Any]] = {
     "batch on the CPU": plant_batch_fault,
     "column on the CPU": plant_column_fault,
     "deepspeed": train_with_deepspeed,
+    "maths": compare_maths,
+    "reward model": compare_rewards,
+    "sliding window": compare_windows,
+    "experts": save_experts,
+    **simulated_gpu_ranks.AREAS,
+    **simulated_gpu_weights.AREAS,
 }
 
 
-def run_areas(names: Iterable[str], begin: Callable[[str], None]) -> Measurements:
-    """Return the results of areas; call `begin` with the name of each."""
-    results = {}
+@contextmanager
+def prepare_areas() -> Iterator[tuple[str, Groups]]:
+    """Context with the simulated GPU; return a model's directory and groups for `AREAS`."""
     with (
         use_simulated_gpu(),
-        mock.patch.object(process_group, "has_local_gpu", lambda: False),  # gloo for nccl
+        use_gloo_as_nccl(),
         tempfile.TemporaryDirectory() as folder,
     ):
         path = write_tiny(Path(folder))
-        groups = make_tiny_groups(path)
-        for name in names:
-            begin(name)
-            results[name] = AREAS[name](
-                path,
-                groups,
-            )
-    return results
+        yield path, make_tiny_groups(path)

@@ -49,8 +49,7 @@ def parallelize_layers(module: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan does not name the model's layers.
     """
     if next(_iter_layer_params(module), None) is None:
-        model = module.name_or_path  # of any role
-        raise ConfigError(f"tensor_parallel={mesh.size()}: no layer of {model} is split")
+        raise ConfigError(f"tensor_parallel={mesh.size()}: splits nothing of {module.name_or_path}")
     plan = _get_plan_by_name(module)
     experts = {name: style for name, style in plan.items() if style in EXPERT_STYLES}
     # transformers sums gradients of shared norms in every backward pass, and so those of earlier

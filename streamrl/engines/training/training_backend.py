@@ -471,6 +471,8 @@ class TorchBackend(TrainingBackend):
         """Shard the parameters of the decoder layers and the rest over the data-parallel ranks."""
         offload = get_fsdp_offload_policy(keeps_on_host=self._rests_on_host)
         policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        # A value head returns a view; nothing writes into it.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         for submodule in (*iter_layers(self.module), self.module):
             # By default the root stays gathered after a forward pass without a backward pass.
             sharded = fully_shard(
