@@ -145,7 +145,7 @@ def format_table(figures: Mapping[str, Any]) -> str:
             f"{recipe['step_s']:,.0f}",
             f"{recipe['tokens_per_s']:,.0f}",
             f"{recipe['tokens_per_s_gpu']:,.0f}",
-            f"{max(0.0, recipe['gpus_idle']):.0%}",
+            f"{recipe['gpus_idle']:.0%}",
             NEMO.get(name, ""),
         ]
         lines.append(f"| {' | '.join(cells)} |")

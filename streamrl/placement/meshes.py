@@ -1,12 +1,12 @@
-"""Meshes that a call may run on: consecutive devices, either a part of a node or whole nodes.
+"""Meshes that a call may run on: consecutive devices of one node or of several.
 
-Parts may be uneven, as 5 and 3 of 8 devices. ReaL's device meshes (arXiv:2406.14088), whose parts
-divide the node and start at a multiple of their size, are the even ones.
+The search tries whole nodes and parts of a node, which may be uneven, as 5 and 3 of 8 devices.
+ReaL's device meshes (arXiv:2406.14088), whose parts divide the node and start at a multiple of
+their size, are the even ones.
 """
 
 import itertools
-from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
@@ -34,18 +34,17 @@ class Mesh:
         return self.first < other.first + other.size and other.first < self.first + self.size
 
     def check_on_cluster(self, cluster: Cluster, location: str) -> None:
-        """Raise ConfigError, naming `location`, unless the cluster allows a mesh like this."""
-        end, edges = self.first + self.size, list_node_edges(cluster)
-        if end > cluster.num_devices:
+        """Raise ConfigError, naming `location`, unless the cluster has the devices."""
+        if self.first + self.size > cluster.num_devices:
             raise ConfigError(f"{location}: devices {self}; the cluster has {cluster.num_devices}")
-        if self.first in edges and end in edges:
-            return
-        at = bisect_right(edges, self.first) - 1
-        if end > edges[at + 1]:
-            per_node = edges[at + 1] - edges[at]
-            raise ConfigError(
-                f"{location}: devices {self}: must be whole nodes, or part of a node of {per_node}"
-            )
+
+    def find_divided_ranks(self, tp_size: int, cluster: Cluster) -> Sequence[int]:
+        """Return the first `tp_size` tensor-parallel ranks' devices that two nodes share, or ()."""
+        for edge in list_node_edges(cluster):
+            first = edge - (edge - self.first) % tp_size
+            if self.first <= first < edge < self.first + self.size:
+                return range(first, first + tp_size)
+        return ()
 
     def count_nodes(self, cluster: Cluster) -> int:
         return cluster.find_node(self.first + self.size - 1) - cluster.find_node(self.first) + 1
@@ -59,10 +58,14 @@ class Mesh:
         ]
 
     def count_devices_per_node(self, cluster: Cluster) -> int:
-        """Return how many devices the mesh uses of each node; of unlike nodes, the fewest."""
-        return min(
-            self.size, min(group.devices_per_node for group in self.find_node_groups(cluster))
-        )
+        """Return how many devices the mesh uses of a node; of unlike nodes, the fewest.
+
+        A mesh of several nodes, parts of the first and the last, has its largest part.
+        """
+        sizes = [group.devices_per_node for group in self.find_node_groups(cluster)]
+        start = max(start for start in cluster.group_starts if start <= self.first)
+        of_first = sizes[0] - (self.first - start) % sizes[0]
+        return min(self.size, *sizes, max(of_first, self.size - of_first))
 
     def find_slowest_device(self, cluster: Cluster) -> DeviceSpec:
         """Return the mesh's device with the fewest FLOP/s; ranks in lockstep run at its speed."""

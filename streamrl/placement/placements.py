@@ -80,6 +80,12 @@ class Placement:
                     f"placement.{stage}: {assignment.grid.tp_size} tensor-parallel ranks:"
                     f" at most {limit} on a node"
                 )
+            tp_size = assignment.grid.tp_size
+            if devices := assignment.mesh.find_divided_ranks(tp_size, cluster):
+                raise ConfigError(
+                    f"placement.{stage}: {tp_size} tensor-parallel ranks: must share a node, which"
+                    f" devices {devices[0]}-{devices[-1]} do not"
+                )
         if not 0 <= self.max_staleness <= MAX_STALENESS:
             raise ConfigError(
                 f"pipeline.max_staleness={self.max_staleness}: must be from 0 to {MAX_STALENESS}"

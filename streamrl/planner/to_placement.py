@@ -207,7 +207,6 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
     The function restricts `list_zero_stages` by the run's settings and models.
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
-    on_gpu = not problem.cluster.is_cpu
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         shape = problem.models.get(call.role) or problem.models[call.followed_role]
@@ -224,10 +223,7 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
             if tp_size > 1 and explain_untrainable_split(family, sizes, tp_size):
                 return ()
             return stages[:1] if tp_size > 1 and is_uneven else stages
-        why = explain_unservable_split(sizes, grid.tp_size) or explain_unloadable_split(
-            grid.tp_size, has_experts=bool(shape.experts), on_gpu=on_gpu
-        )
-        return () if why else stages
+        return () if explain_unservable_split(sizes, grid.tp_size) else stages
 
     return rules
 
@@ -321,23 +317,28 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
             return f"streamrl cannot run it: {NO_MATCHING_POOLS}"
         if why := find_size_mismatch(find_dataflow(placement), placement):
             return f"streamrl cannot run it: {why}"
-        return _explain_refused_mode(config, problem, pools, placement.max_staleness)
+        ranks = placement.assignments[GENERATE_CALL.stage].grid.tp_size
+        return _explain_refused_mode(config, problem, pools, ranks)
 
     return refuse
 
 
 def _explain_refused_mode(
-    config: RunConfig, problem: PlacementProblem, pools: PlacementConfig, max_staleness: int
+    config: RunConfig, problem: PlacementProblem, pools: PlacementConfig, ranks: int
 ) -> str:
-    """Return why a run refuses a placement mode on the cluster of the problem, or ""."""
+    """Return why a run refuses a placement mode on the cluster of the problem, or "".
+
+    ranks: tensor-parallel ranks of a generator.
+    """
     if (nodes := problem.cluster.num_nodes) > 1 and config.weights.transport == SHARED_MEMORY:
         return f"weights.transport={SHARED_MEMORY}: needs one node; the cluster has {nodes}"
     if not pools.is_hybrid:
         return ""
     # Without a model directory (a size by name) assume an architecture that vLLM supports.
-    architectures, why = problem.models[POLICY].architectures, ""
-    if architectures is not None:
-        on_gpu = not problem.cluster.is_cpu
+    shape, on_gpu = problem.models[POLICY], not problem.cluster.is_cpu
+    architectures, has_experts = shape.architectures, bool(shape.experts)
+    why = explain_unloadable_split(ranks, has_experts=has_experts, on_gpu=on_gpu)
+    if architectures is not None and not why:
         why = explain_unshareable_process(architectures, mode=pools.mode, on_gpu=on_gpu)
     return why or find_conflict_at_any_size(config)
 

@@ -249,12 +249,13 @@ class WeightPuller:
     async def _pull_newest(self) -> None:
         timing = self._timing
         while (version := self._registry.version) > self.loaded_version:
-            lane = self._recorder.begin_span("pull", {"version": version})
             await asyncio.sleep(max(0.0, timing.pull_s - timing.pause_s))
             async with self._lease.hold("load"):
+                # Waiting for the devices of a pool is no work on them.
+                lane = self._recorder.begin_span("pull", {"version": version})
                 await self._follower.load_version(version, timing.pause_s)
+                self._recorder.end_span(lane)
             self.loaded_version = version
-            self._recorder.end_span(lane)
             self._follower.on_version_loaded()
         self._pull_task = None
 

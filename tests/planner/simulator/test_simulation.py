@@ -88,6 +88,23 @@ def test_unpublished_versions_are_skipped_by_generators():
         run(timings, APART, run_options=RunOptions(publish_every=2))
 
 
+def test_a_shadow_critic_that_waits_for_its_pool_does_not_keep_it_busy():
+    flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "values"))
+    stages = ("generate", "value", "train", "train_critic")
+    placement = Placement(dict.fromkeys(stages, on(0)))
+    timings = replace(
+        TIMINGS,
+        score={**TIMINGS.score, "value": ScoreTiming(1, 2, 0.5, 0.0, 0.0)},
+        train={**TIMINGS.train, "critic": TIMINGS.train["policy"]},
+        weights={"value": WeightsTiming(publish_s=0.0, pull_s=8.0, pause_s=1.0)},
+    )
+    result = run(timings, placement, flow=flow, steps=5).exclude_steps(1)
+    busy = {stage: 1 - idle for stage, idle in result.idle_fractions.items()}
+    assert sum(busy[stage] for stage in stages) <= 1
+    # A second of loading and half a second of scoring.
+    assert busy["value"] == pytest.approx(1.5 / result.mean_step_s)
+
+
 def test_an_ema_reference_delays_only_the_steps_at_which_it_moves():
     flow = build_dataflow((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), moves_reference=True)
     placement = Placement({"generate": on(0), "reference": on(1), "train": on(2)})
