@@ -111,6 +111,14 @@ def compare_placements(runs: Sequence[Mapping[tuple[int, str], dict[str, Any]]])
 def write_inputs(folder: Path) -> Path:
     """Write model, prompts and recipe into a folder; return the recipe."""
     write_model(1, folder / "model", num_words=NUM_WORDS)
+    write_rows(folder / "rows.jsonl")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder))
+    return recipe
+
+
+def write_rows(file: Path) -> None:
+    """Write the prompts: two words each."""
     rows = [
         {
             "data_source": "words",
@@ -120,10 +128,7 @@ def write_inputs(folder: Path) -> Path:
         }
         for i in range(400)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(folder=folder))
-    return recipe
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measure_run(recipe: Path, bound: int, placement: str, steps: int) -> dict[str, Any]:

@@ -75,6 +75,7 @@ WITH_ENGINES = {
         *("max_staleness_1/disaggregated/step_s", "max_staleness_1/one_slot/step_s"),
         *("*/tokens_per_s", "*/length_mean", "*/length_max"),
     ),
+    "plan_order": ("placements/*/simulated_s", "placements/*/measured_s"),
     "run_page": ("steps", "render_s", "open_s", "plotly_s", "ratio"),
     "simulator_vs_runs": (
         "recipes/grpo/ahead, seed 0/itself/step_s/measured",
@@ -121,6 +122,7 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
     },
     "loading": {"*/bit_equal": (1, 1)},
     "packing": {"full/padding": (0, 0)},
+    "plan_order": {"loss": (0, math.inf), "kendall": (-1, 1), "spearman": (-1, 1)},
     "planner": {"gap/*/plan_gap": (-math.inf, 1)},
     "resharding": {"ways/*/bit_exact": (1, 1)},
     "rewards": {"*/pass_rate": (1, 1)},
