@@ -274,6 +274,7 @@ class CallCost:
     run_memory: see `PlacementProblem`.
     trainer: settings of the trainer of this size whose ranks compute the call; None for other
       calls, and for layouts that streamrl does not train.
+    is_scored_by_group: whether no forward pass has rollouts of two groups.
     """
 
     shape: ModelShape
@@ -283,6 +284,7 @@ class CallCost:
     constants: CostConstants
     run_memory: RunMemory | None = None
     trainer: TrainerConfig | None = None
+    is_scored_by_group: bool = False
 
     @property
     def pp_size(self) -> int:

@@ -17,7 +17,6 @@ from streamrl.planner.costs.constants import (
     CostConstants,
 )
 from streamrl.planner.problem.stage_timings import GeneratorTiming, ScoreTiming, TrainTiming
-from streamrl.planner.problem.workload import Workload
 
 
 def count_kv_token_bytes(
@@ -110,8 +109,11 @@ def estimate_generator_timing(cost: CallCost, kv_room_bytes: float) -> Generator
     )
 
 
-def count_groups_in_batch(workload: Workload, constants: CostConstants) -> int:
+def count_groups_in_batch(cost: CallCost) -> int:
     """Return the groups per scoring batch: as many as `score_tokens` tokens hold, at least 1."""
+    workload, constants = cost.workload, cost.constants
+    if cost.is_scored_by_group:
+        return 1
     tokens = workload.group_size * workload.rollout_tokens
     return max(1, min(workload.groups_per_step, int(constants.score_tokens / tokens)))
 
@@ -122,7 +124,7 @@ def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming
     loading_s: time to load offloaded weights, once a step; the step's batches share this time.
     """
     constants, workload, shape = cost.constants, cost.workload, cost.shape
-    batch = count_groups_in_batch(workload, constants)
+    batch = count_groups_in_batch(cost)
     batches = max(1, math.ceil(workload.groups_per_step / batch / cost.dp_size))
     # A group of more than `score_tokens` tokens is computed in several micro-batches.
     tokens = batch * workload.group_size * workload.rollout_tokens

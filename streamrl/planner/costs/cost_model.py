@@ -6,7 +6,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind, ModelCall
+from streamrl.dataflow import (
+    EMA_REFERENCE,
+    GENERATE_CALL,
+    POLICY,
+    REWARD_ROLES,
+    CallKind,
+    ModelCall,
+)
 from streamrl.engines.memory.training_memory import DTYPE_BYTES
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.models.model_shapes import ModelShape
@@ -310,6 +317,8 @@ class CostModel:
             constants,
             run,
             trainer,
+            # As `ModelRank.compute_columns`; reward models batch the rows of all groups.
+            run is not None and call.kind is CallKind.SCORE and call.role not in REWARD_ROLES,
         )
 
     def _compute_score_timing(

@@ -199,9 +199,8 @@ def score_active_bytes(cost: CallCost) -> float:
 
 
 def find_max_score_tokens(cost: CallCost) -> float:
-    workload, constants = cost.workload, cost.constants
-    batch = count_groups_in_batch(workload, constants) * workload.group_size
-    return min(constants.score_tokens, batch * workload.rollout_tokens)
+    tokens = cost.workload.group_size * cost.workload.rollout_tokens
+    return min(cost.constants.score_tokens, count_groups_in_batch(cost) * tokens)
 
 
 def compute_serving_weight_bytes(cost: CallCost) -> float:

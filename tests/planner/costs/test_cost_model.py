@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from streamrl.dataflow import build_dataflow
 from streamrl.engines.models.model_shapes import MODEL_SHAPES, add_adapter_params
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.placements import Placement
 from streamrl.planner.costs.call_cost import CallCost
@@ -16,7 +17,7 @@ from streamrl.planner.costs.constants import HOST_FRACTION, CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.costs.memory import TrainStateBytes
 from streamrl.planner.costs.traffic import WeightTraffic
-from streamrl.planner.problem.problem import PlacementProblem
+from streamrl.planner.problem.problem import PlacementProblem, RunMemory
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from tests.planner.notations import make_assignment
 
@@ -149,3 +150,17 @@ def test_faster_networks_and_smaller_workloads_are_never_slower(factor: float, g
         for cluster in (slow, fast)
     ]
     assert pulls[1] <= pulls[0]
+
+
+def test_a_run_scores_each_group_alone_except_with_reward_models():
+    groups = 16
+    work = Workload(groups, 2, 16, make_fixed_lengths(16))
+    of_others = make_ppo_problem("llama-7b", Cluster.from_text("8xA100"), work)
+    run = RunMemory({"policy": TrainerConfig(), "critic": TrainerConfig()})
+    batches = {}
+    for name, problem in {"others": of_others, "run": replace(of_others, run_memory=run)}.items():
+        placement = colocate(problem, "1-1-8", "1-1-8")
+        score = CostModel(problem).predict_timings(placement).score
+        batches[name] = {stage: timing.batch for stage, timing in score.items()}
+    assert batches["others"] == {"reward": groups, "reference": groups, "value": groups}
+    assert batches["run"] == {"reward": groups, "reference": 1, "value": 1}
