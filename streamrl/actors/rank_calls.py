@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from operator import add, sub
 from typing import Any
 
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor, gather_replies
@@ -37,6 +38,7 @@ class RankCalls:
         is_collective: bool,
     ) -> None:
         self.dp_size = config.dp_size
+        self._loads = [0] * self.dp_size
         self.dp_ranks = [config.get_dp_rank(rank) for rank in range(len(actors))]
         self._names, self._actors = names, actors
         self._timeout_s = config.collective_timeout_s + CALL_TIMEOUT_S
@@ -71,26 +73,36 @@ class RankCalls:
 
         Tensors stay on the ranks: these read the groups from the queue.
         """
-        shares = share_leases(experiences, self.dp_size)
+        shares, added = share_leases(experiences, self._loads)
         arguments = [(stage, shares[dp_rank]) for dp_rank in self.dp_ranks]
-        while True:
-            await self.holds_version.wait()
-            async with self.exclude_others():
-                if self.holds_version.is_set():
-                    await self.call_each_rank("score_groups", arguments)
-                    return
+        # Groups that finish one by one come in calls of their own.
+        self._loads = [*map(add, self._loads, added)]
+        try:
+            while True:
+                await self.holds_version.wait()
+                async with self.exclude_others():
+                    if self.holds_version.is_set():
+                        await self.call_each_rank("score_groups", arguments)
+                        return
+        finally:
+            self._loads = [*map(sub, self._loads, added)]
 
 
-def share_leases(experiences: Sequence[Experience], dp_size: int) -> list[list[GroupLease]]:
-    """Return the groups that each data-parallel rank scores, whole, with about equal tokens."""
-    shares: list[list[GroupLease]] = [[] for _ in range(dp_size)]
-    loads = [0] * dp_size
-    sizes = [(e.info.num_tokens if e.info else 0, e.lease) for e in experiences]
+def share_leases(
+    experiences: Sequence[Experience], loads: Sequence[int]
+) -> tuple[list[list[GroupLease]], list[int]]:
+    """Return the groups that each data-parallel rank scores, whole, and their tokens.
+
+    loads: tokens that each rank has to score already. The sums are about equal.
+    """
+    shares: list[list[GroupLease]] = [[] for _ in loads]
+    added = [0] * len(loads)
+    sizes = [(e.info.num_tokens if e.info else 1, e.lease) for e in experiences]
     for tokens, lease in sorted(sizes, key=lambda size: -size[0]):
-        lightest = loads.index(min(loads))
+        lightest = min(range(len(loads)), key=lambda rank: loads[rank] + added[rank])
         shares[lightest].append(lease)
-        loads[lightest] += tokens
-    return shares
+        added[lightest] += tokens
+    return shares, added
 
 
 def lead_scoring(

@@ -1,5 +1,7 @@
 """Calls of a model's ranks: how they share leased groups, and what their leader records."""
 
+import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,30 +10,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.actors import rank_calls
-from streamrl.actors.rank_calls import share_leases
+from streamrl.actors.rank_calls import RankCalls, share_leases
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import Experience, GroupInfo, GroupLease
 from streamrl.rewards.interface.config import ScorerConfig
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
 from streamrl.telemetry.spans import SpanRecorder
+from tests.actors.fakes import FakeActor
+
+
+def make_experience(token: int, size: int) -> Experience:
+    lease = GroupLease(token, f"0:{token}:0", "value", 1, 10.0)
+    return Experience(lease, 0, info=GroupInfo((size,), size, ((0, size),)))
 
 
 @given(st.lists(st.integers(1, 4096), max_size=40), st.integers(1, 8))
 def test_ranks_share_all_leases_whole_and_about_equally(sizes: list[int], dp_size: int):
-    experiences = [
-        Experience(
-            GroupLease(token, f"0:{token}:0", "value", 1, 10.0),
-            0,
-            info=GroupInfo((size,), size, ((0, size),)),
-        )
-        for token, size in enumerate(sizes)
-    ]
-    shares = share_leases(experiences, dp_size)
+    experiences = [make_experience(token, size) for token, size in enumerate(sizes)]
+    shares, added = share_leases(experiences, [0] * dp_size)
     leases = [lease for share in shares for lease in share]
     assert len(shares) == dp_size
     assert sorted(lease.token for lease in leases) == list(range(len(sizes)))
     loads = [sum(sizes[lease.token] for lease in share) for share in shares]
+    assert loads == added
     assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+async def test_groups_that_finish_one_by_one_are_scored_by_all_ranks():
+    scored: list[list[int]] = [[], []]
+    released = asyncio.Event()
+
+    class Rank:
+        def __init__(self, tokens: list[int]) -> None:
+            self._tokens = tokens
+
+        async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
+            self._tokens.extend(lease.token for lease in leases)
+            await released.wait()
+
+    actors = [FakeActor(Rank(tokens)) for tokens in scored]
+    names, config = ["critic-0", "critic-1"], TrainerConfig(world_size=2)
+    ranks = RankCalls(names, actors, config, is_collective=False)
+    calls = []
+    for token, size in enumerate((300, 100, 100, 100)):
+        calls.append(
+            asyncio.create_task(ranks.score_groups("value", [make_experience(token, size)]))
+        )
+        await asyncio.sleep(0)
+    released.set()
+    await asyncio.gather(*calls)
+    assert scored == [[0], [1, 2, 3]]
+    # Nothing is left to score.
+    await ranks.score_groups("value", [make_experience(4, 1)])
+    assert scored == [[0, 4], [1, 2, 3]]
 
 
 async def test_spans_of_the_leader_do_not_accumulate(monkeypatch: pytest.MonkeyPatch):
