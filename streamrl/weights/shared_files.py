@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def share_tensors(tensors: Mapping[str, Tensor]) -> Iterator[Sequence[TensorFile
     find_path = cache(_find_path)
     copies: dict[int, int] = {}
     with os.fdopen(os.memfd_create("weights"), "wb") as out:
-        copy_path, files = _make_path(os.getpid(), out.fileno()), []
+        copy_path, files = f"/proc/{os.getpid()}/fd/{out.fileno()}", []
         for name, tensor in tensors.items():
             address = tensor.data_ptr()
             mapping = _find_mapping(tensor, mappings)
@@ -118,28 +119,16 @@ def _find_path(mapping: FileMapping) -> tuple[str | None, bool]:
     """
     if os.path.exists(mapping.name):
         return mapping.name, True
-    path = _find_descriptor(os.getpid(), mapping)
-    if path is not None:
-        return path, True
-    for file in Path("/proc").glob("[0-9]*/comm"):
+    own, processes = os.getpid(), psutil.process_iter(["name"])
+    stores = [p.pid for p in processes if p.info["name"] == OBJECT_STORE_PROCESS]
+    for pid in (own, *stores):
         with suppress(OSError):  # the process has ended, or is another user's
-            if file.read_text().strip() == OBJECT_STORE_PROCESS:
-                path = path or _find_descriptor(int(file.parent.name), mapping)
-    return path, False
-
-
-def _find_descriptor(pid: int, mapping: FileMapping) -> str | None:
-    """Return the path of a process's descriptor of a mapped file; raise OSError without access."""
-    for number in map(int, os.listdir(f"/proc/{pid}/fd")):
-        with suppress(FileNotFoundError):  # closed meanwhile
-            status = os.stat(_make_path(pid, number))
-            if (status.st_dev, status.st_ino) == (mapping.device, mapping.inode):
-                return _make_path(pid, number)
-    return None
-
-
-def _make_path(pid: int, descriptor: int) -> str:
-    return f"/proc/{pid}/fd/{descriptor}"
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed meanwhile
+                    status = path.stat()
+                    if (status.st_dev, status.st_ino) == (mapping.device, mapping.inode):
+                        return str(path), pid == own
+    return None, False
 
 
 class TensorFileReader:

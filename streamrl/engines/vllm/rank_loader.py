@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -249,6 +250,10 @@ class RankLoader:
         Call it before the first load: it compares vLLM's values with the model directory's. Returns
         None if `find_local_pieces` finds no mapping.
         """
+        return self._served_storage
+
+    @cached_property
+    def _served_storage(self) -> ShardStorage | None:
         return self._find_storage(load_stored_weights(self._model_path))
 
     def load(self, tensors: Mapping[str, Tensor]) -> RankLoad:

@@ -29,7 +29,6 @@ from torch import Tensor
 from streamrl.distributed.devices import get_local_device, synchronize_device
 from streamrl.engines.vllm.load_check import LoadWarningHandler
 from streamrl.engines.vllm.local_pieces import find_local_pieces, make_storage
-from streamrl.engines.vllm.plain_layers import choose_linears
 from streamrl.engines.vllm.rank_loader import (
     RankLoad,
     RankLoader,
@@ -72,7 +71,6 @@ class WeightLoader:
         self._bound_parameters: list[BoundParameter] = []
         self._free_executor = ThreadPoolExecutor(1, "old-weights")
         if self._is_on_cpu and is_loaded:
-            choose_linears(self._model)
             stored = load_stored_weights(model_path)
             self._bound_parameters = bind_parameters(self._model, parameters, stored)
         self._can_bind = self._is_on_cpu and not is_loaded
@@ -86,7 +84,12 @@ class WeightLoader:
         After an exception the model may mix old and new parameters.
         """
         if not self._bound_parameters:
-            return self._reload_weights(tensors)
+            num_bytes, verification = self._rank_loader.set_parameters(tensors)
+            if self._can_bind and not verification.differing_names:
+                # vLLM's own loader has read this version: what lies where is seen by its values.
+                self._bound_parameters = bind_parameters(self._model, self._parameters, tensors)
+            self._can_bind = False
+            return num_bytes, verification
         old_tensors = [bound.live_tensors for bound in self._bound_parameters]
         num_bytes = sum(self._set_parameter(bound, tensors) for bound in self._bound_parameters)
         # Unmapping the old version takes as long as the rest of the load; do it in the background.
@@ -106,13 +109,12 @@ class WeightLoader:
     def get_storage(self) -> ShardStorage | None:
         """Return views of all parameters, by their first names, for resharding to write into.
 
-        Call it before the first load, and do not use `set_parameters` afterwards. Write only while
-        the engine is paused. Returns None if a parameter is not a concatenation of the
-        checkpoint's.
+        As in `RankLoader.get_storage`; do not use `set_parameters` afterwards. Write only while the
+        engine is paused.
         """
-        shapes = self._parameters.shapes
         if not self._is_on_cpu:
             return self._rank_loader.get_storage()
+        shapes = self._parameters.shapes
         pieces = [
             (name, TensorBox.from_shape(shapes[name]), rows)
             for bound in self._bound_parameters
@@ -121,14 +123,6 @@ class WeightLoader:
             )
         ]
         return make_storage(pieces, self._parameters)
-
-    def _reload_weights(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
-        num_bytes, verification = self._rank_loader.set_parameters(tensors)
-        if self._can_bind and not verification.differing_names:
-            # vLLM's own loader has read this version: what lies where is seen by its values.
-            self._bound_parameters = bind_parameters(self._model, self._parameters, tensors)
-        self._can_bind = False
-        return num_bytes, verification
 
 
 class BoundParameter:
