@@ -10,7 +10,7 @@ from streamrl.config.device_memory import find_gpu_shortage
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, ModelCall
-from streamrl.distributed.devices import check_device, find_smallest_gpu_bytes
+from streamrl.distributed.devices import check_device, find_smallest_gpu_bytes, has_local_gpu
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.engines.vllm.model_registry import is_held_as_stored
 from streamrl.engines.vllm.rank_groups import make_rank_group
@@ -105,7 +105,7 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
     size = config.generator.tensor_parallel
     is_shared = config.placement.is_hybrid and size > 1
     rank_group = make_rank_group(replica, config.trainer, size) if is_shared else None
-    path, has_processes = config.model.path, size > 1 and not is_shared
+    path, reads_slowly = config.model.path, size > 1 or has_local_gpu()
     return EngineSpec(
         path,
         config.generator,
@@ -113,8 +113,11 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
         max_length=max_length,
         should_keep_kv=config.weights.kv == "keep",
         rank_group=rank_group,
-        # Each of vLLM's own processes would read the whole directory.
-        starts_empty=has_processes and is_held_as_stored(read_model_config(path)),
+        # The trainer's first version has the directory's weights. On a CPU a single process
+        # maps the directory faster than it loads and verifies a version by vLLM's loader.
+        starts_empty=reads_slowly
+        and not config.placement.is_hybrid
+        and is_held_as_stored(read_model_config(path)),
         group_size=config.algorithm.group_size,
         run_seed=config.run.seed,
     )

@@ -1,9 +1,11 @@
-"""Stages that a scorer actor makes from a run's config."""
+"""Stages that a scorer actor makes from a run's config, and how generators start."""
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from streamrl.actors import engine_factory
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.config.run_config import load_config
 from streamrl.data.chat_template import load_tokenizer
@@ -18,6 +20,27 @@ from streamrl.messages import (
 )
 from tests.rollouts import make_rollout
 from tests.toy import write_toy
+
+
+@pytest.mark.parametrize(
+    ("words", "has_gpu", "starts_empty"),
+    [
+        (["placement.mode=disaggregated"], True, True),
+        (["placement.mode=disaggregated"], False, False),
+        (["placement.mode=disaggregated", "generator.tensor_parallel=2"], False, True),
+        (["placement.mode=colocated"], True, False),
+    ],
+)
+def test_generators_take_version_0_from_the_trainer_where_reading_it_is_slow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    has_gpu: bool,
+    starts_empty: bool,
+):
+    monkeypatch.setattr(engine_factory, "has_local_gpu", lambda: has_gpu)
+    config = load_config(write_toy(tmp_path) / "recipe.yaml", words, skips_dry_run=True)
+    assert engine_factory._make_engine_spec(config, 64, 0).starts_empty is starts_empty
 
 
 async def test_the_filter_of_a_run_judges_a_group_by_its_included_rollouts(tmp_path: Path):
