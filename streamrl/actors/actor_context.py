@@ -156,12 +156,26 @@ def make_lease(
     """
     if config.placement.is_sequential:
         return SharedDeviceLease(arbiter, holder)
-    other_slots = map_phase_slots(config)
-    phase = TRAINER_PHASE if role in config.dataflow.trained_roles else role
-    own_slots = other_slots.pop(phase, set[int]())
-    if not any(own_slots & slots for slots in other_slots.values()):
+    if not shares_slots(config, role):
         return DedicatedDeviceLease()
+    phase = TRAINER_PHASE if role in config.dataflow.trained_roles else role
     return SharedDeviceLease(arbiter, holder, phase, suspendable=suspendable)
+
+
+def shares_slots(config: RunConfig, role: str) -> bool:
+    """Return whether the work of a role must wait for another phase.
+
+    That is if the other uses its slots, or if placement is sequential. TRAINER_PHASE means all
+    trained roles.
+    """
+    if config.placement.is_sequential:
+        return True
+    slots_by_phase = map_phase_slots(config)
+    is_trained = role in config.dataflow.trained_roles
+    own_slots = slots_by_phase.pop(TRAINER_PHASE if is_trained else role, set[int]())
+    if is_trained:
+        own_slots = set(assign_slots(config).slots[role])
+    return any(own_slots & slots for slots in slots_by_phase.values())
 
 
 class RemoteArbiter:

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.actors.actor_context import TRAINER_PHASE, make_lease, map_phase_slots
+from streamrl.actors.actor_context import (
+    TRAINER_PHASE,
+    make_lease,
+    map_phase_slots,
+    shares_slots,
+)
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.stream.device_lease import DeviceArbiter, SharedDeviceLease
 
@@ -12,14 +17,15 @@ RULE = "{kind: math}"
 MODEL = "{kind: model, path: judge}"
 
 
-def config(tmp_path: Path, rewards: str) -> RunConfig:
+def config(tmp_path: Path, rewards: str, pool: str = "", *, algorithm: str = "grpo") -> RunConfig:
+    placement = f"mode: mixed, pools: [{pool}]" if pool else "mode: colocated"
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "model: {path: model}\n"
         "data: {train: rows.jsonl}\n"
-        "algorithm: {name: grpo, group_size: 4}\n"
+        f"algorithm: {{name: {algorithm}, group_size: 4}}\n"
         f"rewards: [{rewards}]\n"
-        "placement: {mode: colocated}\n"
+        f"placement: {{{placement}}}\n"
         "pipeline: {groups_per_step: 8}\n"
     )
     return load_config(path, skips_dry_run=True)
@@ -44,3 +50,13 @@ def test_only_rewards_that_may_use_devices_are_a_phase_with_a_shared_lease(
     for role in (TRAINER_PHASE, "generator", "reward"):
         lease = make_lease(shared, DeviceArbiter(timeout_s=1.0), f"{role}-0", role)
         assert isinstance(lease, SharedDeviceLease) is (role in phases)
+
+
+def test_a_critic_on_slots_of_its_own_scores_while_generators_hold_those_of_the_policy(
+    tmp_path: Path,
+):
+    apart = config(tmp_path, RULE, "{policy: 1, generator: 1}", algorithm="ppo")
+    assert not shares_slots(apart, "critic")
+    assert shares_slots(apart, "policy") and shares_slots(apart, TRAINER_PHASE)
+    together = config(tmp_path, RULE, "{policy: 1, generator: 1, critic: 1}", algorithm="ppo")
+    assert shares_slots(together, "critic")

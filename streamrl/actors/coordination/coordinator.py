@@ -13,7 +13,13 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from streamrl.actors.actor_context import TRAINER_PHASE, ActorContext, make_arbiter, make_lease
+from streamrl.actors.actor_context import (
+    TRAINER_PHASE,
+    ActorContext,
+    make_arbiter,
+    make_lease,
+    shares_slots,
+)
 from streamrl.actors.coordination.driver_events import (
     DriverEvents,
     DriverReport,
@@ -46,7 +52,7 @@ from streamrl.errors import (
 from streamrl.messages import GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts, train_policy, watch_stalls
 from streamrl.run_dir.crash_stacks import record_crash_stacks
-from streamrl.stream.device_lease import ProgressClock
+from streamrl.stream.device_lease import DedicatedDeviceLease, ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
@@ -292,13 +298,18 @@ class CoordinatorActor(PingableActor):
         await asyncio.wait([watching, admitting, *scoring])
 
     def _make_scoring_loops(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the loop of each stage whose groups the ranks of a trained model score."""
+        """Return the loop of each stage whose groups the ranks of a trained model score.
+
+        On slots of its own a model scores while other trained models wait for theirs.
+        """
         return [
             lead_scoring(
                 StageContext(
                     call.stage,
                     ExperienceQueue(self._queue.shards, trainer.role),
-                    self._lease,
+                    self._lease
+                    if shares_slots(self._config, trainer.role)
+                    else DedicatedDeviceLease(),
                     self._loop_spans,
                 ),
                 trainer.score_groups,
