@@ -31,11 +31,11 @@ from benchmarks.empty_run import (
     WEIGHTS,
     EmptyRank,
     EmptyReplica,
+    EndlessPrompts,
     RunShape,
     find_train_call,
     get_stages,
     make_context,
-    make_start,
     run_virtual_steps,
 )
 from benchmarks.overlap import EchoActor
@@ -260,7 +260,8 @@ def run_on_ray(config: RunConfig, shape: RunShape) -> list[Any]:
         RoleActors([generate], [f"host-{i}" for i in range(len(hosts) - 1)], actors[:-1]),
         RoleActors([reward], ["scorer-host"], actors[-1:]),
     ]
-    fetch_reply(coordinator.start.remote(context, roles, make_start()), "coordinator.start", RUN_S)
+    start = coordinator.start.remote(context, roles, EndlessPrompts(), {}, None)
+    fetch_reply(start, "coordinator.start", RUN_S)
     loops = [
         actor.run.remote(context, shape, call, indices)
         for actor, (call, indices) in zip(actors, hosts, strict=True)

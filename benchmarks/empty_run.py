@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.command import BenchmarkError
 from streamrl.actors.actor_context import ActorContext, ActorReport
-from streamrl.actors.coordination.coordinator import CoordinatorActor, RunStart
+from streamrl.actors.coordination.coordinator import CoordinatorActor
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.transport.ray_calls import RAY_ACCESS, await_reply
@@ -48,7 +48,6 @@ from streamrl.messages import (
     rollouts_to_columns,
 )
 from streamrl.pipeline import (
-    ScoringLimits,
     follow_weights,
     generate_rollouts,
     hold_devices_per_group,
@@ -315,8 +314,7 @@ class EmptyReplica:
         queue = ExperienceQueue(self._context.shards, self._name)
         stage = StageContext(call.stage, queue, DedicatedDeviceLease(), self._spans)
         if call.kind is CallKind.SCORE:
-            limits = ScoringLimits(call.needs, max_groups=64, batch_size=8)
-            await score_groups(stage, self.score, limits)
+            await score_groups(stage, self.score, call.needs, max_groups=64, batch_size=8)
             return
         served = ServedVersion(self._name)
         channel = ManifestChannel(
@@ -384,11 +382,6 @@ def make_context(
             cluster=RAY_ACCESS,
         ),
     )
-
-
-def make_start() -> RunStart:
-    prompts: Any = EndlessPrompts()
-    return RunStart(prompts, {}, None)
 
 
 def get_stages(config: RunConfig) -> dict[str, StageSchema]:
@@ -459,7 +452,8 @@ async def run_virtual_steps(config: RunConfig, shape: RunShape, run_dir: Path) -
         make_local_role(train_call, ranks, meter),
         *(make_local_role(calls[stage], group, meter) for stage, group in replicas.items()),
     ]
-    await meter.charge(COORDINATOR, coordinator.start(context, roles, make_start()))
+    prompts: Any = EndlessPrompts()
+    await meter.charge(COORDINATOR, coordinator.start(context, roles, prompts, {}, None))
     training = asyncio.create_task(meter.charge(COORDINATOR, coordinator.run()))
     loops = [asyncio.create_task(one.run()) for group in replicas.values() for one in group]
     loops.append(asyncio.create_task(read_reports(LocalHandle(coordinator, meter, COORDINATOR))))

@@ -266,8 +266,8 @@ class FlowMember:
             return [compute_scores(dict(experience.columns)) for experience in experiences]
 
         stage = StageContext("score", self._queue, DedicatedDeviceLease(), SpanRecorder(self._name))
-        serving = pipeline.ScoringLimits(ROLLOUT_COLUMNS, 2 * self._batch, self._batch)
-        await pipeline.score_groups(stage, judge, serving)
+        limits = (2 * self._batch, self._batch)
+        await pipeline.score_groups(stage, judge, ROLLOUT_COLUMNS, *limits)
 
     async def train(self, count: int) -> tuple[float, list[int]]:
         """Lease this many complete groups and remove them; return the end time and the groups."""

@@ -22,7 +22,6 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -74,15 +73,6 @@ MAX_NOT_STORED_RETRY_S = 5.0
 """Longest delay before asking again for a version that was not stored, s."""
 SUPERSEDED_RETRY_S = 0.01
 """First delay before retrying a superseded version, s; doubles up to RETRY_S."""
-
-
-@dataclass(frozen=True)
-class ScoringLimits:
-    """Columns that a scorer leases, most groups in flight, and most groups per call."""
-
-    columns: Sequence[str]
-    max_groups: int
-    batch_size: int
 
 
 # The loops, in the order in which data flows.
@@ -228,7 +218,9 @@ def measure_completions(experiences: Sequence[Experience]) -> tuple[int, int]:
 async def score_groups(
     stage: StageContext,
     score: ComputeFunction,
-    limits: ScoringLimits,
+    columns: Sequence[str],
+    max_groups: int,
+    batch_size: int,
     *,
     served: ServedVersion | None = None,
 ) -> None:
@@ -239,6 +231,8 @@ async def score_groups(
     `score` returns them (RewardScorer) or as the ranks of a model commit them
     (`actors/rank_calls.py`).
     Unblocked by: `generate_rollouts` and other scorers, which commit columns, and `follow_weights`.
+    columns: those that the scorer leases; none if the ranks of a model read the groups, which then
+    record the stage's spans, too. max_groups: most groups in flight. batch_size: most per call.
     """
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
@@ -246,15 +240,16 @@ async def score_groups(
             await served.wait_for_version(
                 max(experience.admitted_version for experience in experiences)
             )
+        if not columns:
+            async with stage.device_lease.hold(stage.name):
+                return await score(experiences)
         rollouts, tokens = measure_completions(experiences)
         async with stage.hold_devices(groups=len(experiences), rollouts=rollouts, tokens=tokens):
             return await score(experiences)
 
     if served is None or await wait_for_first_version(stage, served):
-        in_flight = InFlightWork(ConcurrencyLimit(limits.max_groups))
-        await serve_stage(
-            stage, compute, in_flight, columns=limits.columns, batch=limits.batch_size
-        )
+        in_flight = InFlightWork(ConcurrencyLimit(max_groups))
+        await serve_stage(stage, compute, in_flight, columns=columns, batch=batch_size)
 
 
 async def train_policy(

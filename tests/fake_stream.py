@@ -40,7 +40,6 @@ from streamrl.dataflow import (
 )
 from streamrl.messages import ROLLOUT_COLUMNS, GroupOutcome
 from streamrl.pipeline import (
-    ScoringLimits,
     admit_prompts,
     follow_weights,
     generate_rollouts,
@@ -419,8 +418,9 @@ def start_scorer(
         served = ServedVersion(name)
         channel = LocalChannel(stream.control.publisher.registries[call.followed_role], name)
         loops.append(asyncio.create_task(follow_weights(context, scorer, channel, served)))
-    serving = ScoringLimits(call.needs, max_groups=4, batch_size=2)
-    scoring = score_groups(context, scorer.score, serving, served=served)
+    scoring = score_groups(
+        context, scorer.score, call.needs, max_groups=4, batch_size=2, served=served
+    )
     loops.append(asyncio.create_task(scoring))
 
 

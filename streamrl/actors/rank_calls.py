@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from operator import add, sub
 from typing import Any
 
@@ -11,10 +10,9 @@ from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor, gath
 from streamrl.config.run_config import RunConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import Experience, GroupLease
-from streamrl.pipeline import ScoringLimits, score_groups
+from streamrl.pipeline import score_groups
 from streamrl.stream.protocols import StageContext
 from streamrl.stream.stage_worker import COMMITTED, StageResult
-from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion
 
 RankScore = Callable[[str, Sequence[Experience]], Awaitable[None]]
@@ -120,10 +118,8 @@ def lead_scoring(
     """
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
-        silent.spans.drain_spans()  # so that they do not accumulate
         await score(stage.name, experiences)
         return [COMMITTED] * len(experiences)
 
-    limits = ScoringLimits((), max(config.scorer.max_groups, 2 * dp_size), dp_size)
-    silent = replace(stage, spans=SpanRecorder(stage.spans.process))
-    return score_groups(silent, compute, limits, served=served)
+    max_groups = max(config.scorer.max_groups, 2 * dp_size)
+    return score_groups(stage, compute, (), max_groups, dp_size, served=served)

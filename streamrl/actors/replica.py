@@ -14,7 +14,7 @@ from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor
 from streamrl.dataflow import EMA_REFERENCE, ModelCall
 from streamrl.pipeline import follow_weights
-from streamrl.run_dir.crash_stacks import record_crash_stacks
+from streamrl.run_dir.crash_stacks import record_crash_reason, record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
 from streamrl.stream.protocols import StageContext
 from streamrl.user_code.service_gate import Outage, list_outages
@@ -36,9 +36,9 @@ class RemoteWeightChannel:
         self._role = role
         self._follower_name = follower
         self._shared_weights = shared_weights
-        self._transport_reader: TransportReader | None = None
-        if shared_weights is None:
-            self._transport_reader = context.transport.make_reader(role, follower)
+        self._transport_reader: TransportReader | None = (
+            context.transport.make_reader(role, follower) if shared_weights is None else None
+        )
 
     async def wait_for_newer(self, state: FollowerState, *, wait_s: float) -> WeightManifest | None:
         manifest = await call_actor(
@@ -115,19 +115,13 @@ class ReplicaActor(PingableActor):
         # Loading an engine replaces the signal handlers (tvm_ffi installs its own).
         record_crash_stacks(self._run_dir, self._name)
         async with asyncio.TaskGroup() as tasks:
-            follower_tasks = []
-            if (
-                follower is not None
-                and self._served_version is not None
-                and self._channel is not None
-            ):
-                follow = follow_weights(
-                    self._stages[0], follower, self._channel, self._served_version
-                )
-                follower_tasks.append(tasks.create_task(follow))
+            following, served, channel = None, self._served_version, self._channel
+            if follower is not None and served is not None and channel is not None:
+                follow = follow_weights(self._stages[0], follower, channel, served)
+                following = tasks.create_task(follow)
             await asyncio.wait([tasks.create_task(loop) for loop in loops])
-            for task in follower_tasks:
-                task.cancel()
+            if following is not None:
+                following.cancel()
         # Last: releasing ends the leases under which the stages save their partial rollouts.
         await self._stages[0].queue.release_holder(self._name, died=False)
         if self._channel is not None:
@@ -142,8 +136,13 @@ class ReplicaActor(PingableActor):
         """Lease no more groups, so that `run` returns once the queue has all groups back."""
         self._stages[0].leave_requested.set()
 
-    async def crash_process(self) -> None:
-        """Exit without cleanup, as if killed, because the loaded weights or the engine are bad."""
+    async def crash_process(self, reason: str = "") -> None:
+        """Exit without cleanup, as if killed: the loaded weights, the engine or a rank is bad.
+
+        reason: text for the event of the crash; "" if the driver knows it.
+        """
+        if reason:
+            record_crash_reason(self._run_dir, self._name, reason)
         os._exit(1)
 
     async def wait_until_serving(self) -> int:

@@ -1,12 +1,11 @@
 """Ranks that score groups with a model: those of a scorer's replica, and those that train it."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -20,7 +19,7 @@ from streamrl.dataflow import REWARD_CALL, SEQUENCE_COLUMNS, ModelCall
 from streamrl.engines.trainer_config import LOAD_TIMEOUT_S
 from streamrl.errors import ActorLostError, DeadlineError, StreamError
 from streamrl.messages import Array, Columns, Experience, GroupLease
-from streamrl.pipeline import ScoringLimits, score_groups
+from streamrl.pipeline import score_groups
 from streamrl.rewards.reward_scorer import RewardStages
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.protocols import StageContext
@@ -36,51 +35,77 @@ ModelCalls = Sequence[ModelCall]
 T = TypeVar("T")
 PeerOptions = Sequence[Mapping[str, Any]]
 """Ray options of the actors of ranks 1 and up."""
-RunInThread = Callable[..., Awaitable[Any]]
-"""Runs a function with arguments in the thread of a rank's model."""
+Rendezvous = tuple[str, int]
+"""Host and port where the ranks of a model meet."""
 
 
-@dataclass(frozen=True)
-class GroupScorer:
-    """Scores leased groups of a stage with the model of a rank, and commits their column.
+class RankActor(PingableActor):
+    """Base of the actors of a model's ranks, which score leased groups with the model.
 
-    compute_phase: context in which the rank may compute.
+    One thread runs the model; reads from the queue overlap with it.
     """
 
-    call: ModelCall
-    stage: StageContext
-    model: "ModelRank"
-    micro_batch_tokens: int
-    run_in_thread: RunInThread
-    compute_phase: Callable[[], AbstractAsyncContextManager[Any]] = nullcontext
+    _model: "ModelRank"
 
-    async def score(self, leases: Sequence[GroupLease]) -> None:
+    def _join_ranks(
+        self,
+        context: ActorContext,
+        calls: ModelCalls,
+        name: str,
+        rendezvous: Rendezvous,
+    ) -> StageContext:
+        """Set up what a rank needs before its model; return the stage of the first call."""
+        record_crash_stacks(context.run_dir, name)
+        self._config = context.config
+        self._model_thread = ThreadPoolExecutor(1, "model")
+        set_rendezvous(*rendezvous)
+        stages = context.make_stages(calls, name)
+        self._calls_by_stage = {
+            call.stage: (call, stage) for call, stage in zip(calls, stages, strict=True)
+        }
+        return stages[0]
+
+    async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
         """Compute and commit the column of these groups; skip those whose lease was lost.
 
         A collective if the model's forward pass is one; then all ranks must call.
         """
-        groups = await self.stage.queue.read_leased(leases, SEQUENCE_COLUMNS)
+        call, context = self._calls_by_stage[stage]
+        groups = await context.queue.read_leased(leases, SEQUENCE_COLUMNS)
         lengths = [length for columns in groups.values() for length in columns["lengths"].tolist()]
         facts = {"groups": len(groups), "rollouts": len(lengths), "tokens": sum(lengths)}
-        async with self.compute_phase():
-            with self.stage.spans.record_span(self.call.stage, **facts):
-                scored = await self.run_in_thread(self._compute_columns, groups)
-        if scored and self.model.is_first_of_batch:
-            await self.stage.queue.commit_columns(scored)
+        async with self._run_compute_phase(is_piece=True):
+            with context.spans.record_span(stage, **facts):
+                scored = await self._run_in_thread(self._compute_columns, groups, *call.produces)
+        if scored and self._model.is_first_of_batch:
+            await context.queue.commit_columns(scored)
 
     def _compute_columns(
-        self, groups: Mapping[GroupLease, Columns]
+        self, groups: Mapping[GroupLease, Columns], column: str
     ) -> list[tuple[GroupLease, Columns]]:
-        (column,) = self.call.produces
-        leases = self.model.find_common(list(groups))
-        values = self.model.compute_columns(
-            [groups[lease] for lease in leases], column, micro_batch_tokens=self.micro_batch_tokens
+        leases = self._model.find_common(list(groups))
+        values = self._model.compute_columns(
+            [groups[lease] for lease in leases],
+            column,
+            micro_batch_tokens=self._config.pipeline.micro_batch_tokens,
         )
         return [(lease, {column: array}) for lease, array in zip(leases, values, strict=True)]
 
+    def _run_compute_phase(
+        self, *, is_piece: bool = False, may_release_kv: bool = True
+    ) -> AbstractAsyncContextManager[None]:
+        """Context in which the rank may compute."""
+        return nullcontext()
 
-class ScoringRankActor(PingableActor):
+    async def _run_in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._model_thread, function, *arguments)
+
+
+class ScoringRankActor(RankActor):
     """Actor of a rank of a model that only scores; a `LeadingRankActor` leads it."""
+
+    _full: "Mapping[str, Tensor] | None" = None
 
     async def start_rank(
         self,
@@ -88,33 +113,17 @@ class ScoringRankActor(PingableActor):
         calls: Sequence[ModelCall],
         rank: int,
         name: str,
-        rendezvous: tuple[str, int],
+        rendezvous: Rendezvous,
     ) -> None:
-        """Load this rank's part of the model. rendezvous: host and port where all ranks meet."""
-        record_crash_stacks(context.run_dir, name)
-        self._thread = ThreadPoolExecutor(1, "scorer")
-        self._full: Mapping[str, Tensor] | None = None
-        set_rendezvous(*rendezvous)
-        config = context.config
-        self._model: ModelRank = await self._run_in_thread(
-            context.engines.make_scoring_rank, config, context.max_length, rank, calls[0]
+        """Load this rank's part of the model."""
+        self._rank_spans = self._join_ranks(context, calls, name, rendezvous).spans
+        self._model = await self._run_in_thread(
+            context.engines.make_scoring_rank, context.config, context.max_length, rank, calls[0]
         )
-        stages = context.make_stages(calls, name)
-        self._scorers = {
-            call.stage: GroupScorer(
-                call, stage, self._model, config.pipeline.micro_batch_tokens, self._run_in_thread
-            )
-            for call, stage in zip(calls, stages, strict=True)
-        }
-        self._rank_spans = stages[0].spans
-
-    async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
-        await self._scorers[stage].score(leases)
 
     async def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Compute a reward model's logit of each row of token ids; all ranks must call."""
-        logits: list[float] = await self._run_in_thread(self._model.compute_logits, rows)
-        return logits
+        return await self._run_in_thread(self._model.compute_logits, rows)
 
     async def copy_weights(self) -> None:
         """Take this rank's part of the version that rank 0 has; all ranks must call."""
@@ -123,10 +132,6 @@ class ScoringRankActor(PingableActor):
 
     async def drain_spans(self) -> ActorReport:
         return ActorReport(self._rank_spans.process, self._rank_spans.drain_spans())
-
-    async def _run_in_thread(self, function: Any, *arguments: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, function, *arguments)
 
 
 class LeadingRankActor(ScoringRankActor, ReplicaActor):
@@ -168,8 +173,7 @@ class LeadingRankActor(ScoringRankActor, ReplicaActor):
             return await call
         except StreamError as error:
             if len(self._started_ranks.dp_ranks) > 1 or isinstance(error, DeadlineError):
-                sys.stderr.write(f"{self._name}: its ranks are lost: {error}\n")
-                await self.crash_process()
+                await self.crash_process(f"its ranks are lost: {error}")
             raise
 
 
@@ -259,8 +263,8 @@ class RewardActor(LeadingRankActor):
         assert scorer is not None
         loops = []
         for stage, call in zip(self._stages, self._calls, strict=True):
-            limits = ScoringLimits(call.needs, 2 * batch, batch)
-            loops.append(score_groups(stage, scorer.functions[stage.name], limits))
+            score, limits = scorer.functions[stage.name], (2 * batch, batch)
+            loops.append(score_groups(stage, score, call.needs, *limits))
         try:
             await self._run_loops(loops, None)
         finally:

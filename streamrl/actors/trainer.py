@@ -8,16 +8,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.actors.actor_context import ActorContext, ActorReport
-from streamrl.actors.liveness import PingableActor
-from streamrl.actors.scoring_ranks import GroupScorer
+from streamrl.actors.scoring_ranks import RankActor, Rendezvous, T
 from streamrl.actors.shared_weights import SharedWeights
-from streamrl.actors.transport.ray_calls import find_rendezvous, set_rendezvous
+from streamrl.actors.transport.ray_calls import find_rendezvous
 from streamrl.algorithms import list_derivation_columns
 from streamrl.buffer.micro_batch_schedule import MicroBatch, RolloutIndex
 from streamrl.dataflow import EMA_REFERENCE, POLICY, ModelCall
@@ -26,8 +25,7 @@ from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.errors import CheckpointError
 from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.files.file_proofs import FileProof, list_files, prove_files
-from streamrl.messages import Columns, GroupLease
-from streamrl.run_dir.crash_stacks import record_crash_stacks
+from streamrl.messages import Columns
 from streamrl.weights import WeightManifest
 from streamrl.weights.versions import LogprobCheck, make_check_sequences
 
@@ -39,20 +37,6 @@ if TYPE_CHECKING:
 
     from streamrl.config.run_config import RunConfig
     from streamrl.engines.training.model_trainer import ModelTrainer
-
-
-@dataclass(frozen=True)
-class RendezvousInfo:
-    """Identity of a rank group: its model calls, its name and the address of its rank 0.
-
-    calls: first the training, then those that the ranks score. address, port: rendezvous of
-    torch.distributed.
-    """
-
-    calls: Sequence[ModelCall]
-    name: str
-    address: str
-    port: int
 
 
 def measure_micro_batch(
@@ -105,8 +89,10 @@ def prove_rank_files(model_dir: Path, trainer_dir: Path, rank: int) -> dict[Path
         return prove_files(files)
 
 
-class TrainerActor(PingableActor):
-    """Actor of a trainer rank. One thread runs the model; reads from the queue overlap with it."""
+class TrainerActor(RankActor):
+    """Actor of a trainer rank."""
+
+    _model: "ModelTrainer"
 
     def __init__(self, shared_weights: SharedWeights | None = None) -> None:
         """Create an actor without a model; `start` loads the model.
@@ -115,44 +101,35 @@ class TrainerActor(PingableActor):
         """
         self._shared_weights = shared_weights
 
-    async def find_rendezvous(self) -> tuple[str, int]:
+    async def find_rendezvous(self) -> Rendezvous:
         """Return the address and a free port of this node, where the ranks of the model meet."""
         return find_rendezvous()
 
     async def start(
-        self, context: ActorContext, rank: int, rendezvous: RendezvousInfo, resume_dir: Path | None
+        self,
+        context: ActorContext,
+        rank: int,
+        names: Sequence[str],
+        calls: Sequence[ModelCall],
+        rendezvous: Rendezvous,
+        resume_dir: Path | None,
     ) -> None:
-        """Build the trainer backend of a rank, and load its state from `resume_dir` if given."""
+        """Build the trainer backend of a rank, and load its state from `resume_dir` if given.
+
+        names: of all ranks. calls: first the training, then those that the ranks score.
+        """
         from streamrl.engines.training.ema_reference import EmaReference
 
-        self._config = context.config
-        self._rank = rank
-        name = f"{rendezvous.name}-{rank}"
-        record_crash_stacks(context.run_dir, name)
-        self._stage, *scored_stages = context.make_stages(rendezvous.calls, name)
+        self._rank, self._role = rank, calls[0].role
+        self._stage = self._join_ranks(context, calls, names[rank], rendezvous)
         self._columns = context.train_columns
-        self._model_thread = ThreadPoolExecutor(1, "trainer")
         self._publish_thread = ThreadPoolExecutor(1, "publisher")
-        self._role = rendezvous.calls[0].role
         if self._shared_weights is not None and self._config.placement.memory_mb is not None:
             release_large_blocks_eagerly()
         self._max_length = context.max_length
-        set_rendezvous(rendezvous.address, rendezvous.port)
-        make_trainer = context.engines.make_trainer
-        self._trainer = await self._run_in_thread(
-            make_trainer, context.config, self._max_length, rank, self._role
+        self._model = await self._run_in_thread(
+            context.engines.make_trainer, context.config, self._max_length, rank, self._role
         )
-        self._scorers = {
-            call.stage: GroupScorer(
-                call,
-                stage,
-                self._trainer,
-                self._config.pipeline.micro_batch_tokens,
-                self._run_in_thread,
-                partial(self._run_compute_phase, is_piece=True),
-            )
-            for call, stage in zip(rendezvous.calls[1:], scored_stages, strict=True)
-        }
         # A generator in this process takes the parameters as they are.
         publishes_aside = self._shared_weights is None and has_local_gpu()
         self._publish_stream = (
@@ -166,12 +143,12 @@ class TrainerActor(PingableActor):
         roles += [EMA_REFERENCE] if self._has_reference else []
         self._writers = {role: context.transport.make_writer(role) for role in roles}
         if resume_dir is not None:
-            await self._run_in_thread(self._trainer.load_training_state, resume_dir)
+            await self._run_in_thread(self._model.load_training_state, resume_dir)
             if self._has_reference:
                 await self._run_in_thread(self._ema_reference.load, resume_dir)
         if self._shared_weights is not None:
             await self._shared_weights.attach_trainer(
-                self._trainer, context.memory, run_in_thread=self._run_in_thread
+                self._model, context.memory, run_in_thread=self._run_in_thread
             )
 
     @property
@@ -196,18 +173,18 @@ class TrainerActor(PingableActor):
         spec, settings = self._config.algorithm.spec, self._config.algorithm_settings
         queue, spans = self._stage.queue, self._stage.spans
         async with self._run_compute_phase():
-            self._trainer.set_adaptive_params(adaptive_params)
+            self._model.set_adaptive_params(adaptive_params)
             step_groups = await queue.read_columns(uids, list_derivation_columns(spec, settings))
             with spans.record_span("plan", groups=len(step_groups)):
-                await self._run_in_thread(self._trainer.plan_step, step_groups)
+                await self._run_in_thread(self._model.plan_step, step_groups)
             for picks in micro_batches:
                 groups = await self._read_groups(picks)
                 with spans.record_span("look", **measure_micro_batch(groups, picks)):
                     await self._run_in_thread(
-                        self._trainer.precompute_logprobs, groups, picks, version
+                        self._model.precompute_logprobs, groups, picks, version
                     )
             if micro_batches:
-                await self._run_in_thread(self._trainer.sync_plan)
+                await self._run_in_thread(self._model.sync_plan)
 
     async def train_micro_batch(
         self,
@@ -220,17 +197,12 @@ class TrainerActor(PingableActor):
 
         epoch: pass over the batch; statistics of the rollouts are returned in the first pass only.
         """
-        self._trainer.set_adaptive_params(adaptive_params)
+        self._model.set_adaptive_params(adaptive_params)
         groups = await self._read_groups(picks)
         async with self._run_compute_phase(is_piece=True):
             with self._stage.spans.record_span("train", **measure_micro_batch(groups, picks)):
-                train = partial(self._trainer.train_micro_batch, epoch=epoch)
-                sums: Mapping[str, float] = await self._run_in_thread(train, groups, picks, version)
-        return sums
-
-    async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
-        """Score leased groups with the model that this rank trains; all ranks must call."""
-        await self._scorers[stage].score(leases)
+                train = partial(self._model.train_micro_batch, epoch=epoch)
+                return await self._run_in_thread(train, groups, picks, version)
 
     async def _read_groups(self, picks: Sequence[RolloutIndex]) -> Mapping[str, Columns]:
         uids = dict.fromkeys(uid for uid, _ in picks)
@@ -246,11 +218,8 @@ class TrainerActor(PingableActor):
             await self._shared_weights.invalidate_weights()
         async with self._run_compute_phase():
             with self._stage.spans.record_span("update"):
-                loss_denominator = self._trainer.compute_loss_denominator(sums)
-                metrics: Mapping[str, float] = await self._run_in_thread(
-                    self._trainer.update, loss_denominator, version
-                )
-        return metrics
+                loss_denominator = self._model.compute_loss_denominator(sums)
+                return await self._run_in_thread(self._model.update, loss_denominator, version)
 
     async def publish_weights(
         self, version: int, followers: Sequence[str], should_check: bool
@@ -262,40 +231,20 @@ class TrainerActor(PingableActor):
         """
         # The KV cache may only go while the generator is paused, that is, while weights change.
         is_changing = self._shared_weights is not None and self._shared_weights.is_changing
-        # Gathering is a collective, and the check can be one: a single call in the model thread
-        # gives it the same place among the micro-batches on every rank.
         config = self._config.get_trainer_config(self._role)
-        is_collective = (
-            self._trainer.has_sharded_params
-            or (self._role == POLICY and self._config.needs_resharding)
-            or (should_check and config.has_collective_forward)
-        )
+        # No micro-batch comes between collectives: the leader makes a call of all ranks at a time.
+        computes_check = should_check and (self._rank == 0 or config.has_collective_forward)
+        is_resharded = self._role == POLICY and self._config.needs_resharding
+        is_collective = self._model.has_sharded_params or is_resharded
+        # Reading parameters may overlap with micro-batches; the check is a forward pass.
+        send = self._run_in_thread if is_collective else self._run_beside_training
+        max_length = self._max_length
+        make_check = partial(make_logprob_check, self._model, self._config, max_length=max_length)
         async with self._run_compute_phase(may_release_kv=is_changing):
             with self._stage.spans.record_span("publish", version=version):
-                if is_collective:
-                    manifest: WeightManifest | None = await self._run_in_thread(
-                        self._check_and_send, version, followers, should_check
-                    )
-                    return manifest
-                # The check is a forward pass and needs the model thread; reading parameters may
-                # overlap.
-                computes_check = should_check and self._rank == 0
-                logprob_check = (
-                    await self._run_in_thread(self._make_logprob_check) if computes_check else None
-                )
-                manifest = await self._run_beside_training(self._send_model, version, followers)
+                logprob_check = await self._run_in_thread(make_check) if computes_check else None
+                manifest = await send(self._send_model, version, followers)
                 return manifest and replace(manifest, logprob_check=logprob_check)
-
-    def _make_logprob_check(self) -> LogprobCheck:
-        return make_logprob_check(self._trainer, self._config, max_length=self._max_length)
-
-    def _check_and_send(
-        self, version: int, followers: Sequence[str], should_check: bool
-    ) -> WeightManifest | None:
-        """Make the logprob check if needed and send the model; runs in the model thread."""
-        logprob_check = self._make_logprob_check() if should_check else None
-        manifest = self._send_model(version, followers)
-        return manifest and replace(manifest, logprob_check=logprob_check)
 
     async def publish_reference(
         self, version: int, followers: Sequence[str]
@@ -304,41 +253,39 @@ class TrainerActor(PingableActor):
 
         All ranks must call.
         """
-        is_collective = self._trainer.has_sharded_params
-        run = self._run_in_thread if is_collective else self._run_beside_training
+        is_collective = self._model.has_sharded_params
+        send = self._run_in_thread if is_collective else self._run_beside_training
         with self._stage.spans.record_span("publish_reference", version=version):
-            manifest: WeightManifest | None = await run(self._send_reference, version, followers)
-        return manifest
+            return await send(self._send_reference, version, followers)
 
-    async def _run_beside_training(
-        self, send: Callable[[int, Sequence[str]], Any], version: int, followers: Sequence[str]
-    ) -> Any:
+    async def _run_beside_training(self, function: Callable[..., T], *arguments: Any) -> T:
         """Send weights in the publish thread while the model thread trains micro-batches.
 
         A GPU has a stream for it: on that of the model, the copy of each tensor to the host would
         wait for the micro-batches that are queued by then.
         """
 
-        def send_aside() -> Any:
+        def send_aside() -> T:
             with use_side_stream(self._publish_stream):
-                return send(version, followers)
+                return function(*arguments)
 
-        return await self._run_in_thread(send_aside, thread=self._publish_thread)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._publish_thread, send_aside)
 
     def _send_model(self, version: int, followers: Sequence[str]) -> WeightManifest | None:
         if self._shared_weights is not None:
             return self._shared_weights.publish_version(version)
-        return self._send_tensors(self._role, iter(self._trainer.full_state()), version, followers)
+        return self._send_tensors(self._role, iter(self._model.full_state()), version, followers)
 
     def _send_reference(self, version: int, followers: Sequence[str]) -> WeightManifest | None:
-        model = iter(self._trainer.full_state())
+        model = iter(self._model.full_state())
         # On a retry the reference was already updated; only the send failed.
         if self._has_reference and version > self._reference_version:
             # The first version of this process is the checkpoint's reference, or the model itself.
             moves = self._reference_version >= 0
             self._ema_reference.update_from_policy(model, moves=moves)
             self._reference_version = version
-        for _ in model if self._trainer.has_sharded_params else ():
+        for _ in model if self._model.has_sharded_params else ():
             pass  # every rank takes part in each collective that gathers a tensor
         reference = self._ema_reference.named_tensors()
         return self._send_tensors(EMA_REFERENCE, reference, version, followers)
@@ -359,7 +306,7 @@ class TrainerActor(PingableActor):
             bucket_bytes=self._config.weights.bucket_bytes,
             writer=self._writers.get(role),
             followers=followers,
-            is_collective=self._trainer.has_sharded_params,
+            is_collective=self._model.has_sharded_params,
         )
 
     async def save_checkpoint(self, model_dir: Path, trainer_dir: Path) -> dict[Path, FileProof]:
@@ -369,8 +316,8 @@ class TrainerActor(PingableActor):
         parameters. Raises as `run_saves` does.
         """
         saves = [
-            partial(self._trainer.save_training_state, trainer_dir),
-            partial(self._trainer.save_model, model_dir),
+            partial(self._model.save_training_state, trainer_dir),
+            partial(self._model.save_model, model_dir),
         ]
         if self._has_reference:
             saves.append(partial(self._ema_reference.save, trainer_dir))
@@ -381,17 +328,12 @@ class TrainerActor(PingableActor):
         return await asyncio.to_thread(prove_rank_files, model_dir, trainer_dir, self._rank)
 
     async def collect_report(self) -> ActorReport:
-        peaks_mb = (
-            self._shared_weights.peak_memory.drain_peaks()
-            if self._shared_weights is not None
-            else {}
-        )
-        spans = self._stage.spans
+        spans, shared_weights = self._stage.spans, self._shared_weights
         return ActorReport(
             spans.process,
             spans.drain_spans(),
-            advantages=self._trainer.drain_advantages() if self._role == POLICY else {},
-            peaks_mb=peaks_mb,
+            advantages=self._model.drain_advantages() if self._role == POLICY else {},
+            peaks_mb=shared_weights.peak_memory.drain_peaks() if shared_weights else {},
         )
 
     def _run_compute_phase(
@@ -407,9 +349,3 @@ class TrainerActor(PingableActor):
         return self._shared_weights.run_training_phase(
             is_piece=is_piece, may_release_kv=may_release_kv
         )
-
-    async def _run_in_thread(
-        self, function: Any, *arguments: Any, thread: ThreadPoolExecutor | None = None
-    ) -> Any:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(thread or self._model_thread, function, *arguments)

@@ -339,6 +339,8 @@ def list_resource_demands(
         copies = 1 / count if rests else (not on_gpu) / _count_shards(config, calls[0])
         copies += _receives_on_host(config, calls)
         memory_gib = devices * PROCESS_GIB + copies * weights / GIB
+        # Shards of FSDP2 are in memory of each process.
+        is_sharded = role not in REWARD_ROLES and config.get_ranks_config(calls[0]).fsdp_size > 1
         if not is_scorer and role != GENERATE_CALL.role:
             memory_gib += _count_host_state_bytes(config, role, on_gpu=on_gpu) / GIB
         demands.append(
@@ -350,6 +352,7 @@ def list_resource_demands(
                 cpus=devices,
                 gpus=devices * (on_gpu and weights > 0),
                 memory_gib=0.0 if is_guest else memory_gib,
+                resting_bytes=weights if rests and not is_sharded else 0,
                 is_in_shared_slot=is_shared,
             )
         )

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -61,6 +62,13 @@ def _connect_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 def leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the picklable values of all ranks. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def set_collective_timeout(timeout_s: float) -> None:

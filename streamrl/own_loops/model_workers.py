@@ -9,14 +9,13 @@ result does not depend on the number of ranks.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.distributed as dist
 
 from streamrl.actors.coordination.trainer_group import ParallelTrainer
 from streamrl.actors.engine_factory import RealEngineFactory
@@ -40,17 +39,16 @@ from streamrl.dataflow import (
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
-    REFERENCE_CALL,
     REWARD_ROLES,
-    SEQUENCE_COLUMNS,
+    SERVING_ROLES,
     SOURCE_CALLS,
     CallKind,
     ModelCall,
 )
 from streamrl.distributed.devices import has_local_gpu
-from streamrl.distributed.process_group import translate_collective_errors
 from streamrl.engines.memory.peak_memory import release_large_blocks_eagerly
 from streamrl.engines.memory.worker_memory import WorkerMemory
+from streamrl.engines.trainer_config import LOAD_TIMEOUT_S, SAVE_TIMEOUT_S
 from streamrl.engines.training.collate import derive_columns
 from streamrl.engines.training.model_rank import ModelRank
 from streamrl.engines.training.model_trainer import PROXIMAL_COLUMN
@@ -146,11 +144,7 @@ def score_batch(
     model: ModelRank, batch: Batch, column: str, config: RunConfig
 ) -> dict[str, list[Array]]:
     """Return a column that a model computes, with an entry per token, for the groups of a batch."""
-    groups = [
-        dict(zip(SEQUENCE_COLUMNS, cells, strict=True))
-        for cells in zip(*(batch[name] for name in SEQUENCE_COLUMNS), strict=True)
-    ]
-    budget = config.pipeline.micro_batch_tokens
+    groups, budget = get_group_columns(batch), config.pipeline.micro_batch_tokens
     return {column: model.compute_columns(groups, column, micro_batch_tokens=budget)}
 
 
@@ -174,8 +168,7 @@ class RankTrainer(ParallelTrainer):
         super().__init__(role, config)
         trainer_config = config.get_trainer_config(role)
         self._pipeline = config.pipeline
-        self._rank, self._dp_rank = rank, trainer_config.get_dp_rank(rank)
-        self._timeout_s = trainer_config.collective_timeout_s
+        self._dp_rank = trainer_config.get_dp_rank(rank)
         self.model = RealEngineFactory().make_trainer(config, max_length, rank, role)
 
     async def train_step(
@@ -214,19 +207,11 @@ class RankTrainer(ParallelTrainer):
         picks = micro_batches[self._dp_rank]
         groups = self._select_groups(picks)
         sums = self.model.train_micro_batch(groups, picks, self._version, epoch=epoch)
-        return self.sum_over_ranks(self.gather_from_ranks(sums, "sums"))
+        return self.sum_over_ranks(self.model.gather_objects(sums, "sums"))
 
     async def apply_update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Run the optimizer step. sums: sums of all rounds of the update."""
         return self.model.update(self.model.compute_loss_denominator(sums), self._version)
-
-    def gather_from_ranks(self, value: Any, name: str) -> list[Any]:
-        """Return the values of all ranks; a collective. name: of the value, for errors."""
-        values: list[Any] = [None] * dist.get_world_size()
-        waited = f"rank {self._rank} waited {self._timeout_s:g} s"
-        with translate_collective_errors(f"{waited} for the others' {name}"):
-            dist.all_gather_object(values, value)
-        return values
 
     def _select_groups(self, picks: MicroBatch) -> dict[str, Columns]:
         return {uid: self._groups[uid] for uid, _ in picks}
@@ -276,7 +261,7 @@ class TrainedWorker:
         self._trainer = RankTrainer(role, config, max_length, context.rank)
         self._version = 0
 
-    @transfers("ONE_TO_ALL")
+    @transfers("ONE_TO_ALL", timeout_s=SAVE_TIMEOUT_S)
     def save_state(self, checkpoint_dir: Path) -> SavedRank:
         """Write this rank's files of a checkpoint: model, optimizer and random state."""
         role, rank, model = self._trainer.role, self._context.rank, self._trainer.model
@@ -288,7 +273,7 @@ class TrainedWorker:
             role, self._version, prove_rank_files(model_dir, trainer_dir, rank), dials={}
         )
 
-    @transfers("TO_ALL_FROM_FIRST")
+    @transfers("TO_ALL_FROM_FIRST", timeout_s=LOAD_TIMEOUT_S)
     def load_state(
         self, checkpoint_dir: Path, versions: Mapping[str, int], dials: Mapping[str, float]
     ) -> str:
@@ -362,7 +347,12 @@ class PolicyWorker(TrainedWorker):
         batch has it, and otherwise computes it itself where a step has several updates.
         """
         self._check_weights()
-        return self._loop.run(self._compute_logprobs(batch))
+
+        async def compute() -> dict[str, list[Array]]:
+            async with self._shared_weights.run_training_phase():
+                return score_batch(self._trainer.model, batch, PROXIMAL_COLUMN, self._config)
+
+        return self._loop.run(compute())
 
     @transfers("RANK_ZERO")
     def compute_advantages(self, batch: Batch) -> dict[str, list[Columns]]:
@@ -394,43 +384,43 @@ class PolicyWorker(TrainedWorker):
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
         return {**metrics, **transfer_metrics, **self._gather_memory_peaks()}
 
-    @transfers("TO_ALL_FROM_FIRST")
+    @transfers("TO_ALL_FROM_FIRST", timeout_s=SAVE_TIMEOUT_S)
     def save_model(self, folder: Path) -> None:
         """Write the policy as a Hugging Face directory, on the node of rank 0."""
         self._trainer.model.save_model(folder)
 
-    @transfers("ONE_TO_ALL")
+    @transfers("ONE_TO_ALL", timeout_s=SAVE_TIMEOUT_S)
     def save_state(self, checkpoint_dir: Path) -> SavedRank:
-        saved = self._loop.run(self._save_whole_state(super().save_state, checkpoint_dir))
+        save = partial(super().save_state, checkpoint_dir)
+
+        async def save_whole_state() -> SavedRank:
+            async with self._shared_weights.hold_whole_state():
+                return save()
+
+        saved = self._loop.run(save_whole_state())
         return saved._replace(dials=self._adaptive_params.state_dict())
 
-    @transfers("TO_ALL_FROM_FIRST")
+    @transfers("TO_ALL_FROM_FIRST", timeout_s=LOAD_TIMEOUT_S)
     def load_state(
         self, checkpoint_dir: Path, versions: Mapping[str, int], dials: Mapping[str, float]
     ) -> str:
         load = partial(super().load_state, checkpoint_dir, versions, dials)
         self._adaptive_params.load_state_dict(dials)
-        return self._loop.run(self._load_next_state(load))
+
+        async def load_next_state() -> str:
+            await self._shared_weights.invalidate_weights()
+            async with self._shared_weights.run_training_phase():
+                role = load()
+                manifest = self._publish_version()
+            await self._load_version(manifest)
+            return role
+
+        return self._loop.run(load_next_state())
 
     def offload(self) -> None:
         """Free the generator's KV cache until it samples, and the optimizer's state."""
         self._loop.run(self._generator.sleep())
         super().offload()
-
-    async def _save_whole_state(
-        self, save: Callable[[Path], SavedRank], checkpoint_dir: Path
-    ) -> SavedRank:
-        async with self._shared_weights.hold_whole_state():
-            return save(checkpoint_dir)
-
-    async def _load_next_state(self, load: Callable[[], str]) -> str:
-        """Load a state into the trainer, and switch the generator to it."""
-        await self._shared_weights.invalidate_weights()
-        async with self._shared_weights.run_training_phase():
-            role = load()
-            manifest = self._publish_version()
-        await self._load_version(manifest)
-        return role
 
     async def _start_generator(self, memory: WorkerMemory) -> None:
         await self._shared_weights.attach_trainer(self._trainer.model, memory)
@@ -467,10 +457,6 @@ class PolicyWorker(TrainedWorker):
                 " score"
             )
 
-    async def _compute_logprobs(self, batch: Batch) -> dict[str, list[Array]]:
-        async with self._shared_weights.run_training_phase():
-            return score_batch(self._trainer.model, batch, PROXIMAL_COLUMN, self._config)
-
     def _publish_version(self) -> WeightManifest:
         """Declare the current weights a version; add a logprob check to the manifest if due."""
         logprob_check = None
@@ -497,7 +483,7 @@ class PolicyWorker(TrainedWorker):
     def _gather_memory_peaks(self) -> Metrics:
         """Return the memory peak of each phase over all ranks, MiB; a collective."""
         peaks: Metrics = {}
-        for rank_peaks in self._trainer.gather_from_ranks(
+        for rank_peaks in self._trainer.model.gather_objects(
             self._shared_weights.peak_memory.drain_peaks(), "peaks of memory"
         ):
             for phase, peak_mb in rank_peaks.items():
@@ -545,7 +531,8 @@ class ScorerWorker:
     """Worker that scores groups in a role as a scorer of the stream does.
 
     role: reward, cost, reference, value or cost_value. The last three have a model of their own,
-    the policy or the critic that the config starts from.
+    the policy or the critic that the config starts from: a whole one each, or its part of one where
+    the role's world_size is that of the group.
     """
 
     def __init__(
@@ -557,17 +544,22 @@ class ScorerWorker:
             raise ConfigError(f"ScorerWorker: role={role}: must be one of {', '.join(roles)}")
         self._role, self._config = role, config
         self._loop, engines = asyncio.Runner(), RealEngineFactory()
-        rule = "each worker of an own loop holds a whole model"
         if role in REWARD_ROLES:
             if split := config.find_split_reward(role):
-                raise ConfigError(f"{split.key}.world_size={split.options.world_size}: {rule}")
+                size = split.options.world_size
+                raise ConfigError(f"{split.key}.world_size={size}: an own loop has whole ones only")
             self._scorer = self._loop.run(engines.make_reward_scorer(config, role))
-        else:
-            (call,) = self._calls
-            key = "reference" if role == REFERENCE_CALL.role else "critic.shadow"
-            is_split = config.get_ranks_config(call).world_size > 1
-            check_conflicts(config, [(is_split, f"{key}.world_size", rule)])
-            self._model = engines.make_scoring_rank(config, max_length, 0, call)
+            return
+        ranks, key = config.get_ranks_config(self._calls[0]), SERVING_ROLES[role].ranks
+        is_split, rows = ranks.world_size > 1, "an own loop gives each rank rows of its own"
+        conflicts = [
+            (is_split and ranks.world_size != context.size, f"the group has {context.size} ranks"),
+            (ranks.ranks_per_batch > 1, f"only FSDP2 may split the model: {rows}"),
+        ]
+        check_conflicts(config, [(wrong, key, rule) for wrong, rule in conflicts])
+        set_rendezvous(context.address, context.port)
+        rank = context.rank if is_split else 0
+        self._model = engines.make_scoring_rank(config, max_length, rank, self._calls[0])
 
     @transfers("DP")
     def score(self, batch: Batch) -> dict[str, list[Array]]:

@@ -9,7 +9,7 @@ load data.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from streamrl.errors import ConfigError
@@ -64,11 +64,13 @@ class TransferProtocol:
     distribute: splits the arguments of a call over the ranks.
     collect: combines the answers, in rank order, None for ranks that were not called.
     keeps_rows: batches in the answers have rows derived from the input rows, as many for each.
+    timeout_s: deadline of a call, where it is longer than the group's.
     """
 
     distribute: DistributeFn
     collect: CollectFn
     keeps_rows: bool = False
+    timeout_s: float = 0.0
 
     def check_rows(self, calls: RankCalls, answers: Sequence[Any]) -> None:
         """Raise ValueError unless every rank returns the same number of rows per input row.
@@ -210,11 +212,13 @@ PROTOCOLS: dict[str, TransferProtocol] = {
 _PROTOCOL_BY_FUNCTION: dict[Callable[..., Any], TransferProtocol] = {}
 
 
-def transfers(protocol: str | TransferProtocol) -> Callable[[Method], Method]:
+def transfers(
+    protocol: str | TransferProtocol, *, timeout_s: float = 0.0
+) -> Callable[[Method], Method]:
     """Mark a method of a worker as callable on a whole group, by a transfer protocol.
 
-    protocol: a name in PROTOCOLS, or a protocol of your own. Raises ConfigError for other names,
-    and for a coroutine.
+    protocol: a name in PROTOCOLS, or a protocol of your own. timeout_s: deadline of a call, where
+    it is longer than the group's. Raises ConfigError for other names, and for a coroutine.
 
         @transfers("DP")
         def compute_rewards(self, batch: Batch) -> Batch: ...
@@ -223,6 +227,7 @@ def transfers(protocol: str | TransferProtocol) -> Callable[[Method], Method]:
         if protocol not in PROTOCOLS:
             raise ConfigError(f"protocol {protocol}: must be one of {', '.join(PROTOCOLS)}")
         protocol = PROTOCOLS[protocol]
+    protocol = replace(protocol, timeout_s=max(timeout_s, protocol.timeout_s))
 
     def register(method: Method) -> Method:
         if inspect.iscoroutinefunction(method):

@@ -25,13 +25,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.actors.launch.placement_groups import order_bundles, reserve_bundles
 from streamrl.actors.transport.ray_calls import fetch_reply, find_rendezvous, unwrap_error
+from streamrl.engines.trainer_config import LOAD_TIMEOUT_S
 from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 from streamrl.own_loops import Batch, BatchRef, WorkerContext, WorkerMesh
 from streamrl.own_loops.batches import count_rows, is_batch
 from streamrl.own_loops.transfer_protocols import RankCalls, find_transfer_methods
 
 GROUP_CALL_TIMEOUT_S = 600.0
-START_TIMEOUT_S = 600.0  # includes loading the models
 TURN_TIMEOUT_S = 7200.0
 """Longest turn that the next group waits for; the deadlines of its calls name it earlier."""
 BatchShape = tuple[int, tuple[str, ...]]
@@ -275,7 +275,7 @@ class WorkerGroup:
     mesh: layout of the ranks.
     env: environment variables of the processes; OMP_NUM_THREADS defaults to 1.
     timeout_s: deadline of a call, without the time that it waits for the group's turn. The start
-        has START_TIMEOUT_S.
+        has LOAD_TIMEOUT_S.
     offloads: at the end of each turn, the worker's method `offload` frees device memory. The worker
         loads back what its next call needs.
 
@@ -338,7 +338,7 @@ class WorkerGroup:
             closed_object = "group" if self._is_closed else "pool"
             raise ActorError(f"{self._name}: the {closed_object} is closed and cannot be called")
         if self._build_replies is not None:
-            self._fetch_answers(dict(enumerate(self._build_replies)), "start", START_TIMEOUT_S)
+            self._fetch_answers(dict(enumerate(self._build_replies)), "start", LOAD_TIMEOUT_S)
             self._build_replies = None
 
     def __getattr__(self, name: str) -> Callable[..., WorkerGroupReply]:
@@ -414,9 +414,10 @@ class WorkerGroup:
         replies: by rank, references to the value and to its shape.
         """
         shape_replies = {rank: shape for rank, (_, shape) in replies.items()}
-        shapes = self._fetch_answers(shape_replies, method, self._timeout_s)
+        timeout_s = max(self._timeout_s, self._methods[method].timeout_s)
+        shapes = self._fetch_answers(shape_replies, method, timeout_s)
         value_replies = {rank: replies[rank][0] for rank, shape in shapes.items() if shape is None}
-        answers = self._fetch_answers(value_replies, method, self._timeout_s)
+        answers = self._fetch_answers(value_replies, method, timeout_s)
         for rank, shape in shapes.items():
             if shape is not None:
                 num_rows, names = shape

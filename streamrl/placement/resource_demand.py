@@ -18,6 +18,7 @@ class ResourceDemand:
     role: name of the actors; `SHARED_SLOTS`, with no calls, for devices that several roles share.
     setting: config key that determines the count.
     cpus, gpus, memory_gib: per actor; memory is a lower bound of main memory.
+    resting_bytes: of /dev/shm that all actors of a node fill together.
     is_in_shared_slot: the actor computes in a slot that `SHARED_SLOTS` requests, and requests no
       resources itself.
     """
@@ -29,6 +30,7 @@ class ResourceDemand:
     cpus: int = 1
     gpus: int = 0
     memory_gib: float = 0.0
+    resting_bytes: int = 0
     is_in_shared_slot: bool = False
 
     @property

@@ -42,6 +42,12 @@ def record_crash_stacks(run_dir: Path, actor: str) -> None:
         faulthandler.enable(file)
 
 
+def record_crash_reason(run_dir: Path, actor: str, reason: str) -> None:
+    """Leave a line of text, why this process ends, in place of the stacks of its threads."""
+    with contextlib.suppress(OSError):
+        (run_dir / STACKS_FOLDER / f"{actor}-{os.getpid()}.txt").write_text(f"{reason}\n")
+
+
 class CrashWatch:
     """Reader of crash files: finds the crashes of a run's processes."""
 

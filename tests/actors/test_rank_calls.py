@@ -1,16 +1,16 @@
 """Calls of a model's ranks: how they share leased groups, and what their leader records."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.actors import rank_calls
-from streamrl.actors.rank_calls import RankCalls, share_leases
+from streamrl.actors.rank_calls import RankCalls, lead_scoring, share_leases
+from streamrl.buffer import ExperienceQueue
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import Experience, GroupInfo, GroupLease
 from streamrl.rewards.interface.config import ScorerConfig
@@ -18,6 +18,8 @@ from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
 from streamrl.telemetry.spans import SpanRecorder
 from tests.actors.fakes import FakeActor
+from tests.stream.test_stage_worker import UIDS, open_shard
+from tests.virtual_time import in_virtual_time
 
 
 def make_experience(token: int, size: int) -> Experience:
@@ -66,17 +68,30 @@ async def test_groups_that_finish_one_by_one_are_scored_by_all_ranks():
     assert scored == [[0, 4], [1, 2, 3]]
 
 
-async def test_spans_of_the_leader_do_not_accumulate(monkeypatch: pytest.MonkeyPatch):
-    loops: list[Any] = []
-    monkeypatch.setattr(rank_calls, "score_groups", lambda *args, **_: loops.append(args))
-    stage = StageContext("value", None, DedicatedDeviceLease(), SpanRecorder("critic"))  # type: ignore[arg-type]
-    config = SimpleNamespace(scorer=ScorerConfig())
+class CountingLease(DedicatedDeviceLease):
+    """Lease that counts its holders."""
 
-    async def score(stage: str, experiences: object) -> None: ...
+    num_holders = 0
 
-    rank_calls.lead_scoring(stage, score, config, 1)  # type: ignore[arg-type,unused-coroutine]
-    ((leading, compute, _),) = loops
-    for _ in range(5):
-        async with leading.hold_devices():
-            await compute([])
-    assert len(leading.spans.drain_spans()) == 1
+    @asynccontextmanager
+    async def hold(self, stage: str) -> AsyncIterator[None]:
+        self.num_holders += 1
+        yield
+        self.num_holders -= 1
+
+
+@in_virtual_time
+async def test_a_leader_holds_the_devices_and_leaves_the_spans_to_its_ranks():
+    shard, _ = await open_shard(UIDS[:3])
+    lease, spans, held = CountingLease(), SpanRecorder("critic"), dict[str, int]()
+    stage = StageContext("generate", ExperienceQueue([shard], "critic"), lease, spans)
+
+    async def score(name: str, experiences: Sequence[Experience]) -> None:
+        held.update((experience.uid, lease.num_holders) for experience in experiences)
+
+    config: Any = SimpleNamespace(scorer=ScorerConfig())
+    leading = asyncio.create_task(lead_scoring(stage, score, config, 1))
+    await asyncio.sleep(5.0)
+    leading.cancel()
+    assert held == dict.fromkeys(UIDS[:3], 1)
+    assert not spans.drain_spans()

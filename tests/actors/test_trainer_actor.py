@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamrl.actors import trainer
 from streamrl.actors.shared_weights import SharedWeights
-from streamrl.actors.trainer import RendezvousInfo, TrainerActor
+from streamrl.actors.trainer import TrainerActor
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.engines.memory.worker_memory import WorkerMemory
@@ -62,11 +62,15 @@ LITTLE_MEMORY = WorkerMemory(1, 1, 1, 1, 1, 1, 1, releases_kv=True, offloads_opt
 
 @pytest.fixture(autouse=True)
 def keep_crash_handler_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.actors.trainer.record_crash_stacks", lambda run_dir, actor: None)
+    monkeypatch.setattr(
+        "streamrl.actors.scoring_ranks.record_crash_stacks", lambda run_dir, actor: None
+    )
 
 
-RENDEZVOUS = RendezvousInfo(
-    [ModelCall("train", POLICY, CallKind.TRAIN, (), ())], "trainer", "localhost", 1
+RANKS = (
+    ["trainer-0", "trainer-1"],
+    [ModelCall("train", POLICY, CallKind.TRAIN, (), ())],
+    ("localhost", 1),
 )
 
 
@@ -78,7 +82,7 @@ async def test_an_offloaded_optimizer_is_in_device_memory_only_while_needed(
     shared_weights = SharedWeights()
     actor = TrainerActor(shared_weights)
     starting = asyncio.create_task(
-        actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, Path("checkpoint"))
+        actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, *RANKS, Path("checkpoint"))
     )
     await shared_weights.wait_for_trainer(10.0)
     # A generator may now allocate its memory.
@@ -106,7 +110,7 @@ async def test_a_rank_proves_the_files_that_it_wrote(tmp_path: Path, rank: int, 
     for name in (OF_RANK_0 - {"config.json"}) | {"state_00001_000.st", "state_00010_000.st"}:
         (state / name).touch()
     actor = TrainerActor(SharedWeights())
-    await actor.start(make_context(Rank([]), LITTLE_MEMORY), rank, RENDEZVOUS, None)
+    await actor.start(make_context(Rank([]), LITTLE_MEMORY), rank, *RANKS, None)
     assert {path.name for path in await actor.save_checkpoint(model, state)} == names
 
 
@@ -114,7 +118,7 @@ async def test_a_generator_that_may_sample_keeps_its_kv_cache():
     calls: list[str] = []
     shared_weights = SharedWeights()
     actor = TrainerActor(shared_weights)
-    await actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, RENDEZVOUS, None)
+    await actor.start(make_context(Rank(calls), LITTLE_MEMORY), 1, *RANKS, None)
     await shared_weights.attach_generator(FakeGenerator(calls), should_fill_storage=False)  # type: ignore[arg-type]
     await shared_weights.invalidate_weights()
     for label in ("changed", "sent again"):
@@ -177,7 +181,7 @@ async def start_actor(
     published = {POLICY: LocalWriter(), EMA_REFERENCE: LocalWriter(), **(writers or {})}
     context.transport = SimpleNamespace(make_writer=lambda role: published[role])
     actor = TrainerActor()
-    await actor.start(context, number, RENDEZVOUS, resume_dir)
+    await actor.start(context, number, *RANKS, resume_dir)
     return actor
 
 

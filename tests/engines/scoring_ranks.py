@@ -22,9 +22,13 @@ HELD = (["a", "b", "c"], ["c", "x", "a"])
 
 
 class RankScores(NamedTuple):
-    """Columns of this rank's groups, and the leases of HELD that it goes on with."""
+    """Columns of this rank's groups, and the leases of HELD that it goes on with.
+
+    whole_logprobs: of a whole model in the same process.
+    """
 
     ref_logprobs: list[Array]
+    whole_logprobs: list[Array]
     values: list[Array]
     common: Sequence[str]
 
@@ -38,7 +42,8 @@ def score_rank(
     published: dict[str, Tensor],
 ) -> RankScores:
     """Compute columns; data-parallel rank 1 has no group. published: a version of the critic."""
-    config = RankLayout(WORLD, **layout).to_trainer_config(TrainerConfig(dtype="float32"))
+    precision = TrainerConfig(dtype="float32")
+    config = RankLayout(WORLD, **layout).to_trainer_config(precision)
     mine = groups if config.get_dp_rank(rank) == 0 else []
     tasks = (
         PolicyTask(path, PPO.spec, SETTINGS, 0.8),
@@ -52,5 +57,9 @@ def score_rank(
             model.copy_weights(None if rank else model.build_full(published))
         results.append(model.compute_columns(mine, column, micro_batch_tokens=64))
         common = model.find_common(HELD[rank])
+        if column == REF_LOGPROBS:
+            whole = ModelRank(task, config=RankLayout().to_trainer_config(precision))
+            results.append(whole.compute_columns(groups[:1], column, micro_batch_tokens=64))
         model.close()
-    return RankScores(results[0], results[1], common)
+    ref_logprobs, whole, values = results
+    return RankScores(ref_logprobs, whole, values, common)

@@ -198,7 +198,9 @@ def test_ppo_with_two_workers_learns_the_same(
 
 
 SPLIT = {
-    "tensor parallel": ["trainer.backend=torch", "trainer.tensor_parallel=2"],
+    "tensor parallel, and the reference by FSDP2": [
+        *["trainer.backend=torch", "trainer.tensor_parallel=2", "reference.world_size=2"],
+    ],
     "sharded by deepspeed, on a budget": ["trainer.zero_stage=3"],
 }
 

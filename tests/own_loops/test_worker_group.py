@@ -211,9 +211,18 @@ def test_errors_name_the_call_and_every_wait_has_a_deadline(group: WorkerGroup):
         group.doubel  # noqa: B018
 
 
+class Saver(Doubler):
+    """Worker with a method that may take longer than others."""
+
+    @transfers("ONE_TO_ALL", timeout_s=60.0)
+    def save(self) -> None:
+        time.sleep(3.0)
+
+
 @pytest.mark.slow
-def test_a_hung_worker_is_reported(pool: ResourcePool):
-    group = WorkerGroup(pool, Doubler, mesh=make_mesh("1-1-1"), timeout_s=2.0)
+def test_a_hung_worker_is_reported_at_the_deadline_of_its_method(pool: ResourcePool):
+    group = WorkerGroup(pool, Saver, mesh=make_mesh("1-1-1"), timeout_s=2.0)
+    group.save().get()
     pending = group.sleep(60.0)
     with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 2 s from rank 0"):
         pending.get()

@@ -29,7 +29,7 @@ from streamrl.actors.coordination.driver_events import (
 from streamrl.actors.coordination.evaluator import RunEvaluator
 from streamrl.actors.coordination.role_actors import RoleActors, describe_waits, find_outages
 from streamrl.actors.coordination.run_persistence import RunPersistence
-from streamrl.actors.coordination.step_reporter import StepReporter, StepSnapshot
+from streamrl.actors.coordination.step_reporter import StepReporter
 from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.liveness import PingableActor
 from streamrl.actors.rank_calls import lead_scoring
@@ -51,6 +51,7 @@ from streamrl.errors import (
 )
 from streamrl.messages import GroupOutcome, Prompt
 from streamrl.pipeline import admit_prompts, train_policy, watch_stalls
+from streamrl.run_dir.checkpoint import Checkpoint
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import DedicatedDeviceLease, ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
@@ -71,20 +72,6 @@ from streamrl.weights.versions import (
 
 REFUSALS_PER_RESEND = 2
 """Refused loads of a version after which it is sent again: its stored copy may be damaged."""
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """State that a run starts from: prompts, and the checkpoint to resume from, if any.
-
-    state: contents of the checkpoint's state.json; None for a new run.
-    checkpoint: path of the checkpoint; empty for a new run.
-    """
-
-    prompts: PromptStream
-    eval_prompts: Mapping[str, Sequence[Prompt]]
-    state: Mapping[str, Any] | None
-    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,20 +96,26 @@ class CoordinatorActor(PingableActor):
         self._loop_spans = SpanRecorder("train-loop")
 
     async def start(
-        self, context: ActorContext, roles: Sequence[RoleActors], start: RunStart
+        self,
+        context: ActorContext,
+        roles: Sequence[RoleActors],
+        prompts: PromptStream,
+        eval_prompts: Mapping[str, Sequence[Prompt]],
+        checkpoint: Checkpoint | None,
     ) -> None:
         """Prepare a run: open the run log, make the run state, and publish the initial version.
 
-        After a resume, also reconciles the groups in the queue with the run log.
+        After a resume from `checkpoint`, also reconciles the groups in the queue with the run log.
         """
         config = self._config = context.config
-        self._prompts, self._eval_prompts = start.prompts, start.eval_prompts
+        self._prompts, self._eval_prompts = prompts, eval_prompts
+        state = checkpoint.state if checkpoint else None
         record_crash_stacks(context.run_dir, "coordinator")
-        version = 0 if start.state is None else int(start.state["version"])
-        self._persistence = RunPersistence(config, context.run_dir, context.shards, start.state)
+        version = 0 if state is None else int(state["version"])
+        self._persistence = RunPersistence(config, context.run_dir, context.shards, state)
         run_log = await self._persistence.open_run_log(self._prompts)
         self._adaptive_params = AdaptiveParams(config.algorithm.spec, config.algorithm_settings)
-        self._adaptive_params.load_state_dict(start.state["dials"] if start.state else {})
+        self._adaptive_params.load_state_dict(state["dials"] if state else {})
         self._progress_clock = ProgressClock()
         self._arbiter = make_arbiter(config, self._progress_clock)
         self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
@@ -138,7 +131,8 @@ class CoordinatorActor(PingableActor):
             self._role_actors[GENERATE_CALL.role],
             self._role_actors[REWARD_CALL.role],
         )
-        self._checkpoint, self._saved_version = start.checkpoint, version
+        self._checkpoint = str(checkpoint.path) if checkpoint else ""
+        self._saved_version = version
         # Seconds for which training waited since the previous step ended, by metric.
         self._waits_s = dict.fromkeys(WAIT_METRICS, math.nan)
         if run_log.steps_to_replay:
@@ -357,7 +351,7 @@ class CoordinatorActor(PingableActor):
         for problem in skipped.problems:
             self._driver_events.post_event("bad_row", reason=problem)
         row |= skipped.metrics
-        self._step_reporter.add_step(StepSnapshot(outcome, row, evaluation))
+        self._step_reporter.add_step(outcome, {**row, **evaluation})
         if outcome.is_repeated and not self._run_state.run_log.steps_to_replay:
             await self._wait_until_reported()
         if self._persistence.is_due(admission.version, outcome.queue_stats.journal_bytes):

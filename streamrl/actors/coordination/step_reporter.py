@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -33,16 +32,7 @@ from streamrl.telemetry.metric_names import validate_row
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span
 
-
-@dataclass(frozen=True)
-class StepSnapshot:
-    """State of the coordinator at the end of a training step, before the next step changes it."""
-
-    outcome: StepResult
-    weights: Mapping[str, float]
-    evaluation: Mapping[str, float]
-
-
+FinishedStep = tuple[StepResult, Mapping[str, float]]
 DRAIN_EVERY_S = 0.2
 """Minimum interval between two drains of the actors; faster steps share a drain."""
 DRAIN_TIMEOUT_S = 3.0
@@ -80,7 +70,7 @@ class StepReporter:
         pipeline = config.pipeline
         self._max_pending = (MAX_PENDING_STEPS + pipeline.max_staleness) * pipeline.groups_per_step
         self._drained_at = 0.0
-        self._snapshots: asyncio.Queue[StepSnapshot] = asyncio.Queue()
+        self._steps: asyncio.Queue[FinishedStep] = asyncio.Queue()
 
     def start(self) -> "asyncio.Task[None]":
         """Report the steps of `add_step` from now on; return the task, which ends only by an error.
@@ -94,28 +84,29 @@ class StepReporter:
         """Set the time at which the next training step begins, in epoch seconds."""
         self._window_start = start_s
 
-    def add_step(self, snapshot: StepSnapshot) -> None:
-        self._snapshots.put_nowait(snapshot)
+    def add_step(self, outcome: StepResult, metrics: Mapping[str, float]) -> None:
+        """Queue a finished step. metrics: those of the coordinator, which the next step changes."""
+        self._steps.put_nowait((outcome, metrics))
 
     async def _report_steps(self) -> None:
         """Report queued steps forever; steps that finish close together share a drain of actors."""
         clock = asyncio.get_running_loop().time
         while True:
-            snapshots = [await self._snapshots.get()]
+            steps = [await self._steps.get()]
             await asyncio.sleep(max(0.0, self._drained_at + DRAIN_EVERY_S - clock()))
             self._drained_at = clock()
-            while not self._snapshots.empty():
-                snapshots.append(self._snapshots.get_nowait())
+            while not self._steps.empty():
+                steps.append(self._steps.get_nowait())
             spans = self._record_reports(await self._drain_actors())
-            for snapshot in snapshots:
-                self._post_step(snapshot, spans)
+            for step in steps:
+                self._post_step(*step, spans)
                 self._post_rollouts()
-                self._snapshots.task_done()
+                self._steps.task_done()
                 spans = []
 
     async def wait_until_idle(self) -> None:
         """Wait until every queued step is reported, with the rollouts of slow actors."""
-        joining = asyncio.create_task(self._snapshots.join())
+        joining = asyncio.create_task(self._steps.join())
         await asyncio.wait({joining, self._reporting}, return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():
             joining.cancel()
@@ -132,9 +123,10 @@ class StepReporter:
         for call in self._open_calls.values():
             call.cancel()
 
-    def _post_step(self, snapshot: StepSnapshot, spans: Sequence[Span]) -> None:
+    def _post_step(
+        self, outcome: StepResult, metrics: Mapping[str, float], spans: Sequence[Span]
+    ) -> None:
         """Compute the metrics row of a step and send it to the driver, with spans for the trace."""
-        outcome = snapshot.outcome
         # If the wall clock is set back, the step's length is tiny instead of negative.
         end_s = max(outcome.ended_at, self._window_start + 1e-3)
         row = compute_step_metrics(
@@ -145,7 +137,7 @@ class StepReporter:
                     for result in outcome.results_by_role.values()
                     if result.metric_sums
                 ),
-                metrics=self._compute_metrics(snapshot),
+                metrics={**self._compute_metrics(outcome), **metrics},
                 activity=self._collect_activity(),
                 start_s=self._window_start,
                 end_s=end_s,
@@ -266,8 +258,8 @@ class StepReporter:
                 )
         return activity
 
-    def _compute_metrics(self, snapshot: StepSnapshot) -> dict[str, float]:
-        results, settings = snapshot.outcome.results_by_role, self._config.algorithm_settings
+    def _compute_metrics(self, outcome: StepResult) -> dict[str, float]:
+        results, settings = outcome.results_by_role, self._config.algorithm_settings
         sums = results[POLICY].metric_sums
         metrics = summarize_policy(sums, settings.compute_loss_denominator(sums))
         shared_critic_sums = {
@@ -277,7 +269,7 @@ class StepReporter:
         }
         if shared_critic_sums:
             metrics |= summarize_critic(shared_critic_sums, CRITIC)
-        adaptive_params = dict(snapshot.outcome.adaptive_params)
+        adaptive_params = dict(outcome.adaptive_params)
         metrics["policy/kl_coef"] = adaptive_params.pop("kl_coef", settings.kl_coef)
         metrics |= {f"dial/{name}": value for name, value in adaptive_params.items()}
         for role in results:
@@ -286,4 +278,4 @@ class StepReporter:
             metrics |= average_metrics(results[role].update_metrics)
         counts, self._counts = sums_to_means(self._counts), Counter()
         peaks, self._memory_peaks = self._memory_peaks, {}
-        return {**metrics, **counts, **peaks, **snapshot.weights, **snapshot.evaluation}
+        return {**metrics, **counts, **peaks}

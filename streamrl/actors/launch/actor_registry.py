@@ -31,7 +31,7 @@ from streamrl.actors.launch.placement_groups import (
 from streamrl.actors.launch.ray_cluster import GIB
 from streamrl.actors.queue_shard import MAX_SHARD_RESTARTS, RemoteShard
 from streamrl.actors.scoring_ranks import ModelScorerActor, RewardActor
-from streamrl.actors.trainer import RendezvousInfo, TrainerActor
+from streamrl.actors.trainer import TrainerActor
 from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.config.preflight import PreparedRun, list_resource_demands
 from streamrl.config.role_counts import assign_slots, count_ranks_per_replica
@@ -286,23 +286,21 @@ class ActorRegistry:
         for role in self.roles.values():
             arguments: tuple[Any, ...] = (role.calls,)
             if role.kind is CallKind.TRAIN:
-                name = role.names[0]
                 # Long timeout: the first call of a process waits for its imports.
-                reply = role.actors[0].find_rendezvous.remote()
-                address = fetch_reply(
-                    reply, f"{name}.find_rendezvous", self._config.generator.start_timeout_s
+                rendezvous = fetch_reply(
+                    role.actors[0].find_rendezvous.remote(),
+                    f"{role.names[0]}.find_rendezvous",
+                    self._config.generator.start_timeout_s,
                 )
-                rendezvous = RendezvousInfo(role.calls, name.rpartition("-")[0], *address)
                 training_state_dir = (
                     checkpoint.get_role_dirs(role.role)[1].absolute() if checkpoint else None
                 )
-                arguments = (rendezvous, training_state_dir)
+                arguments = (role.names, role.calls, rendezvous, training_state_dir)
             for i, (actor, name) in enumerate(zip(role.actors, role.names, strict=True)):
-                if role.kind in RESTARTABLE_KINDS:
-                    arguments = self._make_start_arguments(role, i)
-                replies[actor.start.remote(context, i, *arguments)] = name
-                if role.kind in RESTARTABLE_KINDS and not isinstance(actor, HybridActorHandle):
-                    self._register_restart(name, i, role)
+                if role.kind is CallKind.TRAIN or isinstance(actor, HybridActorHandle):
+                    replies[actor.start.remote(context, i, *arguments)] = name
+                else:
+                    replies[self.start_replica(name, role.role)] = name
         return replies
 
     def _make_start_arguments(self, role: RoleActors, replica: int) -> tuple[Any, ...]:
@@ -361,12 +359,15 @@ class ActorRegistry:
         )
 
     def start_replica(self, name: str, role: str) -> Any:
-        """Send `start` to a new replica; return the pending reply."""
-        assert self._context is not None
-        number, arguments = self._register_restart(
-            name, int(name.rpartition("-")[2]), self.roles[role]
+        """Send `start` to a replica, and again after each death; return the pending reply."""
+        index, start = int(name.rpartition("-")[2]), self.actors[name].start
+        arguments = (self._context, index, *self._make_start_arguments(self.roles[role], index))
+        # Retries make the call wait for the restarted process.
+        restart = partial(start.options(max_task_retries=-1).remote, *arguments)
+        self.restarts[name] = ActorRestarts(
+            restart, self._config.run.max_restarts, "run.max_restarts"
         )
-        return self.actors[name].start.remote(self._context, number, *arguments)
+        return start.remote(*arguments)
 
     def register_replica(self, name: str, role: str) -> tuple[Any, Any]:
         """Add a started replica to its role and run its loops.
@@ -457,20 +458,6 @@ class ActorRegistry:
         return bool(self._weights_node) and any(
             call.followed_role or call.kind is CallKind.TRAIN for call in demand.calls
         )
-
-    def _register_restart(
-        self, name: str, index: int, role: RoleActors
-    ) -> tuple[int, tuple[Any, ...]]:
-        """Register what starts a replica again; return its number and arguments of `start`."""
-        arguments = self._make_start_arguments(role, index)
-        # Retries make the call wait for the restarted process.
-        restart = self.actors[name].start.options(max_task_retries=-1)
-        self.restarts[name] = ActorRestarts(
-            partial(restart.remote, self._context, index, *arguments),
-            self._config.run.max_restarts,
-            "run.max_restarts",
-        )
-        return index, arguments
 
 
 def _unwrap_handle(actor: Any) -> Any:

@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.actor_context import ActorContext
-from streamrl.actors.coordination.coordinator import CoordinatorActor, RunResult, RunStart
+from streamrl.actors.coordination.coordinator import CoordinatorActor, RunResult
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.launch.actor_registry import ActorRegistry
@@ -165,15 +165,10 @@ class RunSession:
         for reply, name in registry.start_actors(context, checkpoint).items():
             self._pending_starts.add_actor(reply, name)
         corrupt = self._wait_until_ready(status)
-        start = RunStart(
-            prompts=self._prepared.prompts,
-            eval_prompts=self._prepared.eval_prompts,
-            state=checkpoint.state if checkpoint else None,
-            checkpoint=str(checkpoint.path) if checkpoint else "",
-        )
         status("publishing the first weights")
         roles = list(registry.roles.values())
-        start_reply = coordinator.start.remote(context, registry.stream_roles, start)
+        data = (self._prepared.prompts, self._prepared.eval_prompts)
+        start_reply = coordinator.start.remote(context, registry.stream_roles, *data, checkpoint)
         fetch_reply(start_reply, "coordinator.start", self._first_publish_timeout_s)
         for role in roles:
             if role.kind is not CallKind.TRAIN:

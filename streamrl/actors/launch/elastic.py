@@ -180,9 +180,12 @@ class ReplicaScaler:
         if pending.milestone == "serves":
             self._finish_join(pending, value, handle)
         elif pending.milestone == "placed":
-            self._start_replica(pending)
+            started = self._registry.start_replica(pending.name, pending.role)
+            self._await_milestone(started, pending, "started", self._start_timeout_s)
         else:
-            self._register_replica(pending)
+            loop, serving = self._registry.register_replica(pending.name, pending.role)
+            self._loop_replies[loop] = pending.name
+            self._await_milestone(serving, pending, "serves", self._serve_timeout_s)
 
     def reject_if_joining(self, name: str, reason: str) -> bool:
         """Return whether the failed actor is a replica that has not served yet, and remove it.
@@ -243,17 +246,11 @@ class ReplicaScaler:
 
     # Join.
 
-    def _start_replica(self, pending: PendingReply) -> None:
-        deadline = self._clock() + self._start_timeout_s
-        reply = self._registry.start_replica(pending.name, pending.role)
-        self._pending_replies[reply] = replace(pending, milestone="started", deadline=deadline)
-
-    def _register_replica(self, pending: PendingReply) -> None:
-        """Add a started replica to the run; the join completes once it serves a version."""
-        loop, serving = self._registry.register_replica(pending.name, pending.role)
-        self._loop_replies[loop] = pending.name
-        deadline = self._clock() + self._serve_timeout_s
-        self._pending_replies[serving] = replace(pending, milestone="serves", deadline=deadline)
+    def _await_milestone(
+        self, reply: Any, pending: PendingReply, milestone: str, timeout_s: float
+    ) -> None:
+        deadline = self._clock() + timeout_s
+        self._pending_replies[reply] = replace(pending, milestone=milestone, deadline=deadline)
 
     def _finish_join(self, pending: PendingReply, version: int, handle: ReportHandler) -> None:
         """Record that a joining replica serves; from now on its failure concerns the run."""

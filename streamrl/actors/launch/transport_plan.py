@@ -52,7 +52,7 @@ class TransportFacts:
     num_nodes: nodes that may hold publishers or followers.
     max_staleness: largest staleness of a trained token, in versions.
     shm_bytes: bytes of /dev/shm on the publishers' node that versions may take: what is free, less
-      what Ray's object store may still claim.
+      what Ray's object store and models of scorer.offload may still claim.
     node_store_bytes: size of the smallest object store of a node.
     queue_bytes: bytes of a node's object store that the queue may fill.
     copied_roles: roles of which the collective transport copies every version to the object store.
@@ -88,7 +88,8 @@ def choose_transport(config: WeightsConfig, facts: TransportFacts) -> tuple[str,
     counts = {model: facts.count_versions(model, config) for model in facts.models}
     num_bytes, terms = _sum_versions(counts)
     shm_size = _format_size(facts.shm_bytes)
-    needed = f"needs {terms}; /dev/shm has {shm_size} for it, beside Ray's object store"
+    others = "Ray's object store and models at rest"
+    needed = f"needs {terms}; /dev/shm has {shm_size} for it, beside {others}"
     remedy = f"; {SHM_REMEDY}" if facts.num_nodes == 1 and num_bytes > facts.shm_bytes else ""
     if facts.num_nodes > 1:
         obstacle = f"needs one node; publisher and readers are on {facts.num_nodes}"
@@ -180,6 +181,7 @@ def plan_transport(
     # is unknown, so its whole size counts. A store larger than /dev/shm must lie elsewhere.
     total_bytes, free_bytes = measure_shared_memory()
     claimed_bytes = int(sum(store_bytes)) if sum(store_bytes) <= total_bytes else 0
+    claimed_bytes += sum(demand.resting_bytes for demand in demands)
     facts = TransportFacts(
         num_nodes=len(nodes),
         models=_list_published_models(config, demands),

@@ -4,7 +4,7 @@ A model that only scores (a reference, a shadow critic, a reward model) is loade
 packed like a trained one, by the same code, and has no optimizer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from streamrl.buffer.micro_batch_schedule import pack_rollouts
+from streamrl.buffer.micro_batch_schedule import MicroBatch, pack_rollouts
 from streamrl.dataflow import REF_LOGPROBS
 from streamrl.distributed.devices import get_local_device, has_run_gpus
 from streamrl.distributed.process_group import (
     allow_slow_ranks,
+    gather_objects,
     join_process_group,
     translate_collective_errors,
 )
-from streamrl.engines.dtypes import resolve_trainer_dtype
+from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
 from streamrl.engines.memory.peak_memory import keep_heap_compact
 from streamrl.engines.models.activation_checkpointing import run_mlps_in_chunks
 from streamrl.engines.models.layer_offload import keep_layers_on_host
@@ -44,15 +45,19 @@ class ModelRank:
 
     With several ranks, MASTER_ADDR and MASTER_PORT in the environment are rank 0's host and a free
     port. A collective raises DeadlineError after `collective_timeout_s`; the rank is unusable
-    afterwards.
+    afterwards. A model that only scores on one rank runs no collective, so its process may be one
+    of the ranks of another model.
     """
 
+    _is_trained = False
+
     def __init__(self, task: ModelTask, *, config: TrainerConfig, rank: int = 0) -> None:
-        """Join the process group and load the model."""
+        """Join the process group, if there are several ranks or it trains, and load the model."""
         torch.set_num_threads(config.resolve_threads(on_gpu=has_run_gpus()))
-        join_process_group(
-            rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s
-        )
+        if config.world_size > 1 or self._is_trained:
+            join_process_group(
+                rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s
+            )
         self.rank = rank
         self._task = task
         self._config = config
@@ -62,7 +67,8 @@ class ModelRank:
     def _load_model(self) -> TrainingBackend:
         """Load the task's model and shard it."""
         config, is_sharded = self._config, self._config.has_sharded_params
-        module = self._task.load_model(self._loading_dtype, on_meta=is_sharded)
+        resolve_dtype = resolve_loading_dtype if self._is_trained else resolve_trainer_dtype
+        module = self._task.load_model(resolve_dtype(config), on_meta=is_sharded)
         weights = StoredWeights(module, self._task.model_path) if is_sharded else None
         self._parameters = ParameterSet.from_module(module)
         if config.sequence_parallel > 1:
@@ -80,10 +86,6 @@ class ModelRank:
         if rests_on_host:
             keep_layers_on_host(module)
         return backend
-
-    @property
-    def _loading_dtype(self) -> torch.dtype:
-        return resolve_trainer_dtype(self._config)
 
     def _prepare_module(self, module: PreTrainedModel) -> None:
         """Change the model before it is sharded: one that only scores gets no gradients."""
@@ -104,12 +106,15 @@ class ModelRank:
         size = self._config.ranks_per_batch
         if size == 1:
             return keys
-        keys_by_rank: list[Any] = [None] * self._config.world_size
-        with self._limit_wait("their groups"):
-            dist.all_gather_object(keys_by_rank, list(keys))
         first = self.rank - self.rank % size
+        keys_by_rank = self.gather_objects(list(keys), "their groups")
         others = keys_by_rank[first : first + size]
         return [key for key in keys_by_rank[first] if all(key in rank_keys for rank_keys in others)]
+
+    def gather_objects(self, value: Any, name: str) -> list[Any]:
+        """Return the values of all ranks; a collective. name: of the values, for errors."""
+        with self._limit_wait(name):
+            return gather_objects(value)
 
     @property
     def has_sharded_params(self) -> bool:
@@ -128,17 +133,35 @@ class ModelRank:
         `micro_batch_tokens`.
         """
         forward, module = self._backend.forward, self._backend.module
-
-        def compute(batch: TensorDict) -> Tensor:
-            # Not inference_mode: gathered parameters stay cached, and training reuses them.
-            with torch.no_grad():
-                return self._task.compute_column(forward, batch, column)
-
-        without_adapters = disable_adapters(module) if column == REF_LOGPROBS else nullcontext()
-        with self._limit_wait(column), without_adapters:
-            return compute_token_columns(
-                groups, compute, micro_batch_tokens, agree_on_rounds=self._find_most_rounds
+        results = [np.zeros(len(columns["token_ids"]), np.float32) for columns in groups]
+        rounds: list[tuple[Columns, Array, MicroBatch]] = [
+            (columns, result, picks)
+            for columns, result in zip(groups, results, strict=True)
+            for (picks,) in pack_rollouts(
+                [("", index, int(length)) for index, length in enumerate(columns["lengths"])],
+                dp_size=1,
+                micro_batch_tokens=micro_batch_tokens,
             )
+        ]
+        without_adapters = disable_adapters(module) if column == REF_LOGPROBS else nullcontext()
+        # Not inference_mode: gathered parameters stay cached, and training reuses them.
+        with self._limit_wait(column), without_adapters, torch.no_grad():
+            dummy: tuple[Columns, Array, MicroBatch] = ({}, np.empty(0), ())
+            rounds += [dummy] * (self._find_most_rounds(len(rounds)) - len(rounds))
+            for columns, result, picks in rounds:
+                batch = build_batch(
+                    {"": columns}, picks, derived={"": {}}, token_columns=("token_ids",)
+                )
+                batch = batch.to(get_local_device())
+                values = self._task.compute_column(forward, batch, column).cpu().numpy()
+                # A dummy micro-batch has a row but no pick.
+                for (_, index), row in zip(picks, values, strict=bool(picks)):
+                    tokens = find_token_slice(columns["lengths"], index)
+                    result[tokens] = row[: tokens.stop - tokens.start]
+        return [
+            np.where(columns["loss_mask"], result, np.float32(0))
+            for columns, result in zip(groups, results, strict=True)
+        ]
 
     def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Compute a reward model's logit of each row of token ids, in one forward pass.
@@ -199,43 +222,3 @@ class ModelRank:
         return translate_collective_errors(
             f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {operation}"
         )
-
-
-def compute_token_columns(
-    groups: Sequence[Columns],
-    compute: Callable[[TensorDict], Tensor],
-    micro_batch_tokens: int,
-    *,
-    agree_on_rounds: Callable[[int], int] = lambda num_rounds: num_rounds,
-) -> list[Array]:
-    """Compute a float32 column with an entry per token of each group, in micro-batches.
-
-    `compute` maps a micro-batch, of rollouts of one group, to its entries [B, T]. Entries are 0
-    where loss_mask is false. `agree_on_rounds` maps the number of micro-batches to that of the rank
-    with the most: where `compute` is a collective, this rank then computes dummy micro-batches as
-    well. Raises ValueError if a rollout exceeds `micro_batch_tokens`.
-    """
-    results = {str(i): np.zeros(len(c["token_ids"]), np.float32) for i, c in enumerate(groups)}
-    by_number = dict(zip(results, groups, strict=True))
-    derived: dict[str, Columns] = {number: {} for number in results}
-    rounds = [
-        picks
-        for number, columns in by_number.items()
-        for (picks,) in pack_rollouts(
-            [(number, index, int(length)) for index, length in enumerate(columns["lengths"])],
-            dp_size=1,
-            micro_batch_tokens=micro_batch_tokens,
-        )
-    ]
-    num_missing = agree_on_rounds(len(rounds)) - len(rounds)
-    for picks in [*rounds, *[()] * num_missing]:
-        batch = build_batch(by_number, picks, derived=derived, token_columns=("token_ids",))
-        values = compute(batch.to(get_local_device())).cpu().numpy()
-        # A dummy micro-batch has a row but no pick.
-        for (number, index), row in zip(picks, values, strict=bool(picks)):
-            lengths = by_number[number]["lengths"]
-            results[number][find_token_slice(lengths, index)] = row[: lengths[index]]
-    return [
-        np.where(columns["loss_mask"], results[number], np.float32(0))
-        for number, columns in by_number.items()
-    ]

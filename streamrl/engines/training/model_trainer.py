@@ -48,6 +48,7 @@ from streamrl.distributed.devices import (
     synchronize_device,
     synchronize_stream,
 )
+from streamrl.distributed.process_group import gather_objects
 from streamrl.engines.checkpoint.sharded_state import (
     TrainerProgress,
     batch_tensors,
@@ -59,7 +60,7 @@ from streamrl.engines.checkpoint.sharded_state import (
     save_tensors,
     write_progress,
 )
-from streamrl.engines.dtypes import resolve_loading_dtype, resolve_trainer_dtype
+from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.memory.peak_memory import keep_heap_compact
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.forward import compute_token_logprobs
@@ -102,6 +103,7 @@ class ModelTrainer(ModelRank):
     """A rank of a trained model; the calls of all ranks are those of `ModelRank`."""
 
     _task: TrainingTask
+    _is_trained = True
 
     def __init__(
         self,
@@ -129,10 +131,6 @@ class ModelTrainer(ModelRank):
             self._backend.iter_optimizer_state,
             excluding=lambda: (tensor for _, tensor, _ in self._backend.iter_shards()),
         )
-
-    @property
-    def _loading_dtype(self) -> torch.dtype:
-        return resolve_loading_dtype(self._config)
 
     def _prepare_module(self, module: PreTrainedModel) -> None:
         config = self._config
@@ -534,7 +532,9 @@ class StepPlan:
                 squares[self._derived[uid]["loss_mask"][tokens]]
                 for (uid, _), tokens, squares in self._squared_log_ratios
             ]
-            rank_squares = _gather(np.concatenate([np.zeros(0), *unmasked]))[::ranks_per_batch]
+            rank_squares = gather_objects(np.concatenate([np.zeros(0), *unmasked]))[
+                ::ranks_per_batch
+            ]
             limit = second_moment_limit(
                 torch.from_numpy(np.concatenate(rank_squares)),
                 threshold=self._correction.second_moment_threshold,
@@ -549,7 +549,7 @@ class StepPlan:
             }
             for name in ("loss_mask", "near")
         )
-        rejected: list[set[RolloutIndex]] = _gather(trained - kept)
+        rejected: list[set[RolloutIndex]] = gather_objects(trained - kept)
         return set[RolloutIndex]().union(*rejected)
 
     def replace_derived(self, derived: Mapping[str, Columns]) -> None:
@@ -561,13 +561,6 @@ class StepPlan:
         """Write values for the tokens of a rollout into a column of its group."""
         zeros = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
         self._derived[uid].setdefault(name, zeros)[tokens] = values
-
-
-def _gather(value: Any) -> list[Any]:
-    """Return the values of all ranks. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def write_hf_model(
@@ -726,8 +719,9 @@ class WeightResharder:
     def _plan_transfer(self, backend: TrainingBackend, served: ShardStorage | None) -> None:
         """Make the executor of the transfer, if resharding is possible. Collective."""
         local_shards = {name: (tensor, shard) for name, tensor, shard in backend.iter_shards()}
-        descriptions: list[_RankShards | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(descriptions, _describe_rank(local_shards, served))
+        descriptions: list[_RankShards | None] = gather_objects(
+            _describe_rank(local_shards, served)
+        )
         ranks = [rank_shards for rank_shards in descriptions if rank_shards is not None]
         if len(ranks) < len(descriptions):
             return

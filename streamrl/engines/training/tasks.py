@@ -151,19 +151,19 @@ class TrainingTask(ModelTask):
         `version` is the policy version that the training step starts from.
         """
 
-    @abstractmethod
     def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
         """Return a loss of 0 for an idle rank.
 
         Its forward and backward pass run the same collectives as those of `compute_loss`.
         """
+        return 0 * self.compute_column(forward, batch, REF_LOGPROBS).sum()
 
-    @abstractmethod
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         """Return the divisor of an update's summed loss; 0 if all its tokens are masked.
 
         `sums` are those of `compute_loss`, added over all micro-batches of the update.
         """
+        return sums.get("num_tokens", 0.0)
 
 
 @dataclass(frozen=True)
@@ -226,9 +226,6 @@ class PolicyTask(TrainingTask):
         joined = {name: join(column) for name, column in columns.items()}
         near = find_near_tokens(self.settings, joined, join(logprobs), version=version)
         return join.split(near)
-
-    def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
-        return 0 * self.score_batch(forward, batch).logprobs.sum()
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return self.settings.compute_loss_denominator(sums)
@@ -304,16 +301,11 @@ class CriticTask(TrainingTask):
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
     ) -> LossAndSums:
-        old, returns = (batch[name] for name in CRITIC_COLUMNS[self.name])
-        values = compute_token_values(forward, batch["token_ids"], batch["attention_mask"])
+        column, returns_column = CRITIC_COLUMNS[self.name]
+        old, returns = batch[column], batch[returns_column]
+        values = self.compute_column(forward, batch, column)
         columns = {"loss_mask": batch["loss_mask"], "values": old, "returns": returns}
         return critic_loss(columns, values, clip=self.clip)
-
-    def compute_zero_loss(self, forward: ForwardFunction, batch: TensorDict) -> Tensor:
-        return 0 * compute_token_values(forward, batch["token_ids"], batch["attention_mask"]).sum()
-
-    def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
-        return sums.get("num_tokens", 0.0)
 
     def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
         return compute_token_values(forward, batch["token_ids"], batch["attention_mask"])

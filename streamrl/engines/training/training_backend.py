@@ -441,15 +441,16 @@ class TorchBackend(TrainingBackend):
     def _shard_model(self, weights: StoredWeights | None) -> None:
         module, config = self.module, self._config
         self._dtype = resolve_trainer_dtype(config)
-        shape = (config.fsdp_size, config.tensor_parallel)
-        mesh = init_device_mesh(get_local_device().type, shape, mesh_dim_names=(DP_DIM, TP_DIM))
-        self._dp_mesh, self._tp_mesh = mesh[DP_DIM], mesh[TP_DIM]
-        self._is_sharded = (
-            config.zero_stage == PARAMETER_SHARDING_STAGE and self._dp_mesh.size() > 1
-        )
+        self._dp_rank = self._tp_rank = 0
+        self._dp_size, self._tp_size = shape = (config.fsdp_size, config.tensor_parallel)
+        if config.world_size > 1:
+            mesh = init_device_mesh(get_local_device().type, shape, mesh_dim_names=(DP_DIM, TP_DIM))
+            self._dp_mesh, self._tp_mesh = mesh[DP_DIM], mesh[TP_DIM]
+            self._dp_rank, self._tp_rank = divmod(dist.get_rank(), self._tp_size)
+        self._is_sharded = config.zero_stage == PARAMETER_SHARDING_STAGE and self._dp_size > 1
         #: Parameters of which each tensor-parallel rank has a part of the gradient.
         self._shared_norms: list[str] = []
-        if self._tp_mesh.size() > 1:
+        if self._tp_size > 1:
             self._shared_norms = list_shared_norms(module)
             parallelize_layers(module, self._tp_mesh)
             if weights is None:
@@ -518,7 +519,7 @@ class TorchBackend(TrainingBackend):
             gradient = self._local_params[name].grad if self._has_copies else parameter.grad
             local = self._local_params[name]
             local.grad = torch.zeros_like(local) if gradient is None else _to_local(gradient)
-            if not self._is_sharded:
+            if not self._is_sharded and self._dp_size > 1:
                 dist.all_reduce(local.grad, group=self._dp_mesh.get_group())
             if name in self._shared_norms:
                 dist.all_reduce(local.grad, group=self._tp_mesh.get_group())
@@ -545,8 +546,8 @@ class TorchBackend(TrainingBackend):
             gradient = self._local_params[name].grad
             assert gradient is not None
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-            dp_replicas = 1 if self._is_sharded else self._dp_mesh.size()
-            tp_replicas = self._tp_mesh.size() if _find_tp_dim(parameter) is None else 1
+            dp_replicas = 1 if self._is_sharded else self._dp_size
+            tp_replicas = self._tp_size if _find_tp_dim(parameter) is None else 1
             total += square / (dp_replicas * tp_replicas)
         dist.all_reduce(total)
         return total.sqrt().item()
@@ -569,10 +570,10 @@ class TorchBackend(TrainingBackend):
     def _find_shard(self, name: str, tensor: Tensor) -> TensorShard | None:
         """Return this rank's part of a parameter or buffer; None if it has no element."""
         spec = TensorSpec(name, tuple(tensor.shape), (0,), _find_tp_dim(tensor))
-        shard = create_tensor_shard(spec, self._tp_mesh.get_local_rank(), self._tp_mesh.size())
+        shard = create_tensor_shard(spec, self._tp_rank, self._tp_size)
         if shard is None or not self._is_sharded or not isinstance(tensor, DTensor):
             return shard
-        return shard.chunk(0, self._dp_mesh.get_local_rank(), self._dp_mesh.size())
+        return shard.chunk(0, self._dp_rank, self._dp_size)
 
     @torch.no_grad()
     def copy_full(self, full: Mapping[str, Tensor] | None) -> None:
@@ -581,7 +582,7 @@ class TorchBackend(TrainingBackend):
                 value = full[name]
             else:
                 value = torch.empty(parameter.shape, dtype=parameter.dtype)
-            if dist.get_world_size() > 1:
+            if self._config.world_size > 1:
                 # One parameter at a time, so that no rank holds the whole model.
                 value = value.to(get_local_device(), parameter.dtype).contiguous()
                 dist.broadcast(value, 0)
@@ -603,8 +604,8 @@ class TorchBackend(TrainingBackend):
                 local.data = view
 
     def iter_fragments(self) -> Iterator[ParameterFragment]:
-        is_dp_replica = not self._is_sharded and self._dp_mesh.get_local_rank() != 0
-        is_tp_replica = self._tp_mesh.get_local_rank() != 0
+        is_dp_replica = not self._is_sharded and self._dp_rank != 0
+        is_tp_replica = self._tp_rank != 0
         for name, _, shard in self.iter_shards():
             is_copy = is_dp_replica or (
                 is_tp_replica and _find_tp_dim(self.trained_params[name]) is None

@@ -19,7 +19,6 @@ from streamrl.actors.coordination.step_reporter import (
     DRAIN_TIMEOUT_S,
     LAST_DRAIN_TIMEOUT_S,
     StepReporter,
-    StepSnapshot,
 )
 from streamrl.buffer.run_log import LedgerCounts, TrainedGroup
 from streamrl.buffer.shard import ShardStats
@@ -66,9 +65,9 @@ class Worker:
             await asyncio.sleep(seconds)
 
 
-def snapshot(version: int, ended_at: float, *, uid: str = "a") -> StepSnapshot:
+def finish_step(version: int, ended_at: float, *, uid: str = "a") -> StepResult:
     group = TrainedGroup(uid, GroupInfo((6,), 4, ((version, 4),)), ready_version=version)
-    outcome = StepResult(
+    return StepResult(
         version=version,
         groups=[group],
         results_by_role={"policy": TrainStepResult(SUMS, [{}])},
@@ -78,7 +77,6 @@ def snapshot(version: int, ended_at: float, *, uid: str = "a") -> StepSnapshot:
         started_at=0.0,
         ended_at=ended_at,
     )
-    return StepSnapshot(outcome, {}, {})
 
 
 class Reported:
@@ -115,9 +113,9 @@ async def test_a_span_across_a_step_boundary_counts_in_both_steps_and_is_traced_
     run = Reported()
     working = asyncio.create_task(run.generator.work(3.0))
     await asyncio.sleep(2.0)
-    run.reporter.add_step(snapshot(0, ended_at=2.0))
+    run.reporter.add_step(finish_step(0, ended_at=2.0), {})
     await asyncio.sleep(2.0)
-    run.reporter.add_step(snapshot(1, ended_at=4.0))
+    run.reporter.add_step(finish_step(1, ended_at=4.0), {})
     first, second = await run.finish()
     await working
     assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0, 0.5])
@@ -130,12 +128,12 @@ async def test_a_span_across_a_step_boundary_counts_in_both_steps_and_is_traced_
 async def test_fast_steps_share_a_drain_but_keep_separate_windows():
     run = Reported()
     await asyncio.sleep(1.0)
-    run.reporter.add_step(snapshot(0, ended_at=1.0))
+    run.reporter.add_step(finish_step(0, ended_at=1.0), {})
     for version in range(1, 6):
         start = asyncio.get_running_loop().time()
         await run.rank.work(0.01)
         await asyncio.sleep(0.01)
-        run.reporter.add_step(snapshot(version, ended_at=start + 0.02))
+        run.reporter.add_step(finish_step(version, ended_at=start + 0.02), {})
     reports = await run.finish()
     assert run.rank.drains == pytest.approx([1.0, 1.0 + DRAIN_EVERY_S])
     assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
@@ -150,13 +148,13 @@ async def test_a_replica_counts_from_joining_until_leaving():
     joining = asyncio.create_task(joined_worker.work(2.0))
     generators.add_replica("generator-1", FakeActor(joined_worker))
     await asyncio.sleep(2.0)
-    run.reporter.add_step(snapshot(0, ended_at=2.0))
+    run.reporter.add_step(finish_step(0, ended_at=2.0), {})
     await asyncio.sleep(1.0)
     await joining
     generators.remove_replica("generator-1")
     generators.remove_replica("generator-1")
     await run.generator.work(1.0)
-    run.reporter.add_step(snapshot(1, ended_at=4.0))
+    run.reporter.add_step(finish_step(1, ended_at=4.0), {})
     first, second = await run.finish()
     assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0.5] * 2)
     assert (len(joined_worker.drains), len(run.generator.drains)) == (1, 2)
@@ -172,14 +170,14 @@ async def test_a_recorded_group_is_reported_with_its_step_and_the_advantages_of_
     run = Reported()
     run.generator.recorded = [make_group("a", rows=(0, 2)), make_group("b")]
     run.rank.advantages = {"a": {0: -0.5, 1: 0.25, 2: 0.75}}
-    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
+    run.reporter.add_step(finish_step(0, ended_at=1.0, uid="a"), {})
     await asyncio.sleep(1.0)
     run.generator.recorded = [make_group("c")]
-    run.reporter.add_step(snapshot(1, ended_at=2.0, uid="c"))
+    run.reporter.add_step(finish_step(1, ended_at=2.0, uid="c"), {})
     await asyncio.sleep(1.0)
-    run.reporter.add_step(snapshot(2, ended_at=3.0, uid="b"))
+    run.reporter.add_step(finish_step(2, ended_at=3.0, uid="b"), {})
     await asyncio.sleep(1.0)
-    run.reporter.add_step(snapshot(3, ended_at=4.0, uid="d"))
+    run.reporter.add_step(finish_step(3, ended_at=4.0, uid="d"), {})
     _, recorded = await run.finish_all()
     uids = {step: [(g.uid, g.step) for g in groups] for step, groups in recorded.items()}
     assert uids == {1: [("a", 1)], 2: [("c", 2)], 3: [("b", 3)]}
@@ -191,9 +189,9 @@ async def test_groups_that_are_never_trained_are_forgotten():
     run = Reported()
     limit = run.reporter._max_pending
     run.generator.recorded = [make_group("old"), *(make_group(f"0:{i}:0") for i in range(limit))]
-    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="none"))
+    run.reporter.add_step(finish_step(0, ended_at=1.0, uid="none"), {})
     await asyncio.sleep(1.0)
-    run.reporter.add_step(snapshot(1, ended_at=2.0, uid="old"))
+    run.reporter.add_step(finish_step(1, ended_at=2.0, uid="old"), {})
     steps, recorded = await run.finish_all()
     assert len(steps) == 2 and not recorded
 
@@ -202,7 +200,7 @@ async def test_groups_that_are_never_trained_are_forgotten():
 async def test_a_wall_clock_set_back_gives_a_step_of_no_length():
     run = Reported()
     for version, ended_at in enumerate((9.0, 5.0, 12.0)):
-        run.reporter.add_step(snapshot(version, ended_at=ended_at))
+        run.reporter.add_step(finish_step(version, ended_at=ended_at), {})
     lengths = [report.row["time/step_s"] for report in await run.finish()]
     assert lengths == pytest.approx([9.0, 0.0, 3.0], abs=0.01)
 
@@ -212,9 +210,9 @@ async def test_a_hung_actor_delays_a_report_only_briefly():
     run = Reported()
     await run.rank.work(1.0)
     run.generator.delay_s = 1000.0
-    run.reporter.add_step(snapshot(0, ended_at=2.0))
+    run.reporter.add_step(finish_step(0, ended_at=2.0), {})
     began = asyncio.get_running_loop().time()
-    await run.reporter._snapshots.join()
+    await run.reporter._steps.join()
     assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
     (report,) = await run.finish()
     assert report.row["idle/train"] == pytest.approx(0.5)
@@ -233,7 +231,7 @@ async def test_rollouts_of_a_slow_actor_are_reported_once_it_answers(
     run.generator.recorded = [make_group(uid) for uid in "abcd"]
     run.rank.advantages = {uid: {0: 0.5} for uid in "abcd"}
     for version, uid in enumerate("abcd"[: 1 + later_steps]):
-        run.reporter.add_step(snapshot(version, ended_at=version + 1.0, uid=uid))
+        run.reporter.add_step(finish_step(version, ended_at=version + 1.0, uid=uid), {})
         await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
     steps, recorded = await run.finish_all()
     assert [report.step for report in steps] == [*range(1, 2 + later_steps)]
@@ -250,10 +248,10 @@ async def test_a_slow_replica_that_leaves_holds_no_rollouts_back():
     leaving.delay_s = 1000.0
     run.roles[0].add_replica("generator-1", FakeActor(leaving))
     run.generator.recorded = [make_group("a")]
-    run.reporter.add_step(snapshot(0, ended_at=1.0, uid="a"))
+    run.reporter.add_step(finish_step(0, ended_at=1.0, uid="a"), {})
     await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
     run.roles[0].remove_replica("generator-1")
-    run.reporter.add_step(snapshot(1, ended_at=2.0, uid="b"))
+    run.reporter.add_step(finish_step(1, ended_at=2.0, uid="b"), {})
     await asyncio.sleep(2 * DRAIN_TIMEOUT_S)
     reports = await run.feed.read_after(0, 1.0)
     assert [report.step for report in reports if isinstance(report, RolloutReport)] == [1]
@@ -268,7 +266,7 @@ async def test_a_failed_drain_ends_the_wait_for_reports():
         raise RuntimeError("gone")
 
     run.rank.collect_report = fail  # type: ignore[method-assign]
-    run.reporter.add_step(snapshot(0, ended_at=1.0))
+    run.reporter.add_step(finish_step(0, ended_at=1.0), {})
     async with asyncio.timeout(100.0):
         # A failed run waits for the reports before its last checkpoint, when nothing else watches.
         with pytest.raises(RuntimeError, match="gone"):
@@ -302,12 +300,12 @@ async def test_a_report_counts_as_delivered_when_the_reader_asks_for_later_ones(
 
 @in_virtual_time
 async def test_update_metrics_are_averaged_over_the_updates_of_a_model():
-    run, step = Reported(), snapshot(0, ended_at=1.0)
+    run, step = Reported(), finish_step(0, ended_at=1.0)
     results = {
         "policy": TrainStepResult(SUMS, [{"policy/grad_norm": 1.0}, {"policy/grad_norm": 3.0}]),
         "critic": TrainStepResult({}, [{"critic/grad_norm": 3.0}]),
     }
-    run.reporter.add_step(replace(step, outcome=replace(step.outcome, results_by_role=results)))
+    run.reporter.add_step(replace(step, results_by_role=results), {})
     (report,) = await run.finish()
     assert report.row["policy/grad_norm"] == 2.0
     assert report.row["critic/grad_norm"] == 3.0

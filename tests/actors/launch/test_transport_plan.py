@@ -127,6 +127,15 @@ def test_a_ray_store_that_fills_dev_shm_rules_out_shared_memory(
     )
 
 
+def test_a_model_at_rest_leaves_less_of_dev_shm(model_path: str):
+    settings = ("weights.transport=shared_memory", "scorer.offload=true", "algorithm.kl_coef=0.1")
+    config = config_of(model_path, *settings)
+    prepared = make_prepared(config)
+    prepared = replace(prepared, model_bytes={**prepared.model_bytes, "reference": 30 * MB})
+    demands = list_resource_demands(config, prepared, on_gpu=True)
+    assert plan_transport(config, demands, token="t").max_bytes == {"policy": 10 * MB}
+
+
 MODEL_32B = PublishedModel("policy", num_bytes=61 * 10**9, num_followers=4)
 CRITIC = PublishedModel("critic", num_bytes=10**9, num_followers=1)
 ONE_NODE = TransportFacts(1, (MODEL_32B, CRITIC), 0, shm_bytes=10**12, node_store_bytes=10**12)
@@ -147,8 +156,8 @@ NEEDED = "needs 248.0 GB = 4 x 61.0 GB of policy + 4 x 1.0 GB of critic; /dev/sh
         (
             replace(ONE_NODE, shm_bytes=248 * 10**9 - 1),
             "store",
-            f"object store (shared memory {NEEDED} 248.0 GB for it, beside Ray's object store;"
-            " docker run --shm-size",
+            f"object store (shared memory {NEEDED} 248.0 GB for it, beside Ray's object store and"
+            " models at rest; docker run --shm-size",
         ),
         (
             TWO_NODES,

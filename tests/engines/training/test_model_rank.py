@@ -5,12 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from streamrl.dataflow import REF_LOGPROBS
 from streamrl.engines.models import activation_checkpointing
-from streamrl.engines.training.model_rank import compute_token_columns
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests import forked
@@ -54,18 +52,16 @@ def test_mlps_compute_in_chunks_of_tokens(model_path: str, monkeypatch: pytest.M
     assert len(sizes) > 1 and max(sizes) == 16
 
 
-def test_a_rank_with_fewer_micro_batches_computes_dummies_that_change_nothing():
-    shapes = list[tuple[int, ...]]()
-
-    def compute(batch: TensorDict) -> Tensor:
-        shapes.append(tuple(batch["token_ids"].shape))
-        return batch["token_ids"].float()
-
-    (found,) = compute_token_columns(
-        [COLUMNS], compute, 1000, agree_on_rounds=lambda rounds: rounds + 2
-    )
-    assert shapes == [(6, COLUMNS["lengths"].max()), (1, 2), (1, 2)]
-    np.testing.assert_array_equal(found, COLUMNS["token_ids"] * COLUMNS["loss_mask"])
+def test_a_rank_with_fewer_micro_batches_computes_dummies_that_change_nothing(
+    model_path: str, monkeypatch: pytest.MonkeyPatch
+):
+    scorer, calls = make_reference(model_path), list[int]()
+    scorer._backend.module.register_forward_hook(lambda *_: calls.append(1))
+    (expected,) = scorer.compute_columns([COLUMNS], REF_LOGPROBS, micro_batch_tokens=1000)
+    monkeypatch.setattr(scorer, "_find_most_rounds", lambda rounds: rounds + 2)
+    (found,) = scorer.compute_columns([COLUMNS], REF_LOGPROBS, micro_batch_tokens=1000)
+    assert len(calls) == 1 + 3
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +90,9 @@ def test_two_ranks_score_as_a_whole_model_and_follow_a_critic_with_adapters(
     calls = [(rank, ports, path, layout, groups, published) for rank in range(WORLD)]
     ranks = forked.run(score_rank, calls, timeout_s=150)
     assert [len(rank.values) for rank in ranks] == [3, 3 if layout else 0]
+    for rank in ranks:
+        (whole,) = rank.whole_logprobs
+        np.testing.assert_allclose(whole, ref_logprobs[0], atol=2e-5)
     for rank in ranks if layout else ranks[:1]:
         np.testing.assert_allclose(
             np.concatenate(rank.ref_logprobs), np.concatenate(ref_logprobs), atol=2e-5
