@@ -69,7 +69,8 @@ class RankCalls:
     async def score_groups(self, stage: str, experiences: Sequence[Experience]) -> None:
         """Have the ranks score leased groups and commit their columns.
 
-        Tensors stay on the ranks: these read the groups from the queue.
+        Tensors stay on the ranks: these read the groups from the queue. The deadlines of the calls
+        between a step's updates bound the wait for a version, and for other calls.
         """
         shares, added = share_leases(experiences, self._loads)
         arguments = [(stage, shares[dp_rank]) for dp_rank in self.dp_ranks]
