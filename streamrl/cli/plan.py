@@ -1,4 +1,4 @@
-"""`streamrl plan`: find the best placement of a run on a cluster, and explain why others lost.
+"""`streamrl plan`: find the best placement of a run on a cluster.
 
 The search ranks candidate placements by the steady-state estimate of their step time. The simulator
 then runs the best placements of each staleness bound and decides.
@@ -165,7 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"proposals of each random search ({DEFAULT_PROPOSALS})",
     )
     parser.add_argument(
-        "--explain", action="store_true", help="explain why every other kind of placement lost"
+        "--explain", action="store_true", help="show the best of every other kind of placement"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

@@ -15,7 +15,6 @@ from streamrl.planner.search.planner import (
     ExcludedBound,
     PlacementCandidate,
     PlanResult,
-    compare_to_winner,
 )
 from streamrl.planner.simulator.results import SimulationResult
 
@@ -143,8 +142,8 @@ class PlanReport:
     def to_text(self, settings: Mapping[str, Any], *, explain: bool) -> str:
         """Format the report as text.
 
-        settings: settings in which the written config differs from the run's. explain: say why
-        every other kind of placement lost.
+        settings: settings in which the written config differs from the run's. explain: list
+        the best of every other kind of placement.
         """
         lines = [describe_problem(self.config, self.problem), ""]
         if self.front:
@@ -201,13 +200,13 @@ class PlanReport:
 
     def _describe_others(self) -> list[str]:
         lines = ["best placement of every kind, by step time:"]
-        for candidate in self._list_best_kinds():
+        for candidate in self.plan.candidates:
             label = candidate.label
             if candidate.estimate.infeasible_reason:
                 lines.append(f"  {label}: infeasible: {candidate.estimate.infeasible_reason}")
             else:
-                reason = f"; {candidate.reason}" if candidate.reason else ""
-                lines.append(f"  {label}: {format_seconds(candidate.step_s)} s a step{reason}")
+                step, idle = candidate.step_s, format_percent(candidate.estimate.device_idle)
+                lines.append(f"  {label}: {format_seconds(step)} s a step, {idle} idle")
                 lines.append(f"    {candidate.placement}")
         return lines
 
@@ -216,16 +215,6 @@ class PlanReport:
         for absent in self.absent_bounds:
             bounds.setdefault(absent.why, []).append(str(absent.max_staleness))
         return [f"no row for {', '.join(names)}: {why}" for why, names in bounds.items()]
-
-    def _list_best_kinds(self) -> list[PlacementCandidate]:
-        """List the best candidate of each kind, with the reason why it lost to the best."""
-        winner = self.best_point.candidate if self.best_row is not None else None
-        return [
-            compare_to_winner(winner, candidate)
-            if winner and candidate.placement != winner.placement
-            else candidate
-            for candidate in self.plan.candidates
-        ]
 
     def to_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the report as JSON-serializable values.
@@ -269,8 +258,8 @@ HEADING = [
 
 def _candidate_to_json(candidate: PlacementCandidate) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": candidate.label, "placement": candidate.placement.to_dict()}
-    fields |= _estimate_to_json(candidate.estimate)
-    return fields | ({"why": candidate.reason} if candidate.reason else {})
+    why = candidate.estimate.infeasible_reason
+    return fields | _estimate_to_json(candidate.estimate) | ({"why": why} if why else {})
 
 
 def _estimate_to_json(estimate: PlacementEstimate) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Searches for the best placement: set partitions, annealing, published rules."""
+"""Searches for the best placement: set partitions and annealing."""

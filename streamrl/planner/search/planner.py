@@ -10,7 +10,6 @@ from streamrl.placement.placements import Placement
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
 from streamrl.planner.search.annealing import AnnealingSearch, SearchState
-from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.hybridflow import (
     MappingSearch,
     ParallelismChoices,
@@ -20,21 +19,14 @@ from streamrl.planner.search.hybridflow import (
 )
 from streamrl.planner.steady_state.estimator import PlacementEstimator
 
-SIGNIFICANT_FRACTION = 0.02
-"""Smallest difference between placements worth mentioning, as a fraction of the best step time."""
-
 
 @dataclass(frozen=True)
 class PlacementCandidate:
-    """Best placement of a kind, such as colocated, next to the winner of the search.
-
-    reason: cause of the loss, or why the placement is infeasible; empty for the winner.
-    """
+    """Best placement of a kind, such as colocated."""
 
     label: str
     placement: Placement
     estimate: PlacementEstimate
-    reason: str = ""
 
     @property
     def step_s(self) -> float:
@@ -72,43 +64,6 @@ class PlanResult:
     candidates: Sequence[PlacementCandidate]
     points: Sequence[BoundOptimum]
     excluded_bounds: Sequence[ExcludedBound] = ()
-
-
-def compare_to_winner(winner: PlacementCandidate, other: PlacementCandidate) -> PlacementCandidate:
-    reason = other.estimate.infeasible_reason or _explain_slowness(winner, other)
-    return PlacementCandidate(other.label, other.placement, other.estimate, reason)
-
-
-def _explain_slowness(best: PlacementCandidate, candidate: PlacementCandidate) -> str:
-    """Explain why a candidate is slower than the best.
-
-    Names the stage with the largest extra time, and idle devices.
-    """
-    winner, other = best.estimate, candidate.estimate
-    extra_s = {
-        stage: compute_stage_busy_s(other, stage) - compute_stage_busy_s(winner, stage)
-        for stage in other.idle
-        if stage in winner.idle
-    }
-    reasons = []
-    stage = max(extra_s, key=lambda stage_name: (extra_s[stage_name], stage_name), default="")
-    if stage and extra_s[stage] > SIGNIFICANT_FRACTION * winner.step_s:
-        winner_s, other_s = compute_stage_busy_s(winner, stage), compute_stage_busy_s(other, stage)
-        reasons.append(f"{stage} is busy for {other_s:.3g} s per step, not {winner_s:.3g} s")
-    if other.device_idle - winner.device_idle > SIGNIFICANT_FRACTION:
-        reasons.append(
-            f"{other.device_idle:.0%} of device time is idle, not {winner.device_idle:.0%}"
-        )
-    if reasons:
-        return "; ".join(reasons)
-    is_slower = other.step_s - winner.step_s > SIGNIFICANT_FRACTION * winner.step_s
-    if is_slower:
-        return "its calls wait for each other"
-    return f"within {SIGNIFICANT_FRACTION:.0%} of the winner"
-
-
-def compute_stage_busy_s(estimate: PlacementEstimate, stage: str) -> float:
-    return (1 - estimate.idle[stage]) * estimate.step_s
 
 
 DEFAULT_PROPOSALS = 1500
@@ -253,7 +208,7 @@ class PlacementPlanner:
         """Return the on-policy states at which the search starts.
 
         They are HybridFlow's Algorithm 1 three times (models stay together; roles are separate;
-        generation takes all devices), all roles on all devices, and FlexRLHF's guideline.
+        generation takes all devices), and all roles on all devices.
         """
         placements = [
             self.model_mapping.find_best(limit=MAX_MODEL_ALLOCATIONS),
@@ -263,8 +218,7 @@ class PlacementPlanner:
         states = [self._to_state(placement) for placement in placements if placement is not None]
         all_devices = Mesh(0, self._problem.cluster.num_devices)
         colocated = self.choices.fit_on_mesh(self.choices.roles, all_devices)
-        assignments = (colocated, apply_guideline(self.choices))
-        return states + [SearchState(dict(roles)) for roles in assignments if roles is not None]
+        return states if colocated is None else [*states, SearchState(dict(colocated))]
 
     def _to_state(self, placement: Placement) -> SearchState:
         stages = self.choices.stages_by_role
@@ -330,10 +284,7 @@ class PlacementPlanner:
         kinds += self._iter_misfits({outcome.label for outcome in kinds})
         if best is None:
             return PlanResult(None, kinds, (), excluded)
-        compared = [
-            compare_to_winner(best, outcome) for outcome in kinds if outcome.label != best.label
-        ]
-        candidates = sorted([best, *compared], key=lambda outcome: outcome.step_s)
+        candidates = sorted(kinds, key=lambda outcome: outcome.step_s)
         return PlanResult(best, candidates, points, excluded)
 
     def _find_optimum(self, bound: int, *, min_ahead: int) -> BoundOptimum | ExcludedBound:

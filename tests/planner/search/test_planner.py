@@ -9,7 +9,6 @@ from benchmarks.exhaustive import ExhaustiveSearch
 from streamrl.dataflow import ModelCall
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem, RunOptions
-from streamrl.planner.search.flexrlhf import apply_guideline
 from streamrl.planner.search.planner import (
     ExcludedBound,
     PlacementPlanner,
@@ -62,16 +61,13 @@ def test_more_staleness_is_never_slower(planned: PlanResult):
         assert point.candidate.placement.max_staleness <= point.max_staleness
 
 
-def test_every_losing_kind_has_a_reason(planned: PlanResult):
+def test_the_best_of_every_kind_is_listed_after_the_winner(planned: PlanResult):
     winner, *losers = planned.candidates
     assert winner == planned.best
-    assert not winner.reason
     labels = [candidate.label for candidate in planned.candidates]
     assert len(set(labels)) == len(labels)
     assert {"colocated", "split", "disaggregated", "asynchronous, 1 ahead"} <= set(labels)
-    for candidate in losers:
-        assert candidate.reason
-        assert candidate.step_s >= winner.step_s
+    assert all(candidate.step_s >= winner.step_s for candidate in losers)
 
 
 def test_runner_ups_have_other_devices_and_hardly_longer_steps(planned: PlanResult):
@@ -132,27 +128,6 @@ def test_split_rules_restrict_the_plan():
     for assignment in planned.best.placement.assignments.values():
         assert (assignment.grid.pp_size, assignment.zero_stage) == (1, 3)
         assert assignment.grid.tp_size != 2
-
-
-def test_guideline_separates_trained_models_on_many_nodes():
-    options = choices(ppo("8x8xA100"))
-    roles = apply_guideline(options)
-    assert roles is not None
-    trained = {roles[role].mesh for role in ("policy", "critic")}
-    assert all(
-        not roles[role].mesh.overlaps(mesh)
-        for role in ("generator", "reference", "reward", "value")
-        for mesh in trained
-    )
-    assert 0.3 <= roles["generator"].mesh.size / 64 <= 0.5
-    assert roles["policy"].zero_stage == 3
-
-
-def test_guideline_interleaves_scorers_on_few_nodes():
-    roles = apply_guideline(choices(ppo("2x8xA100", "qwen2.5-1.5b")))
-    assert roles is not None
-    assert roles["policy"].mesh.size == 16
-    assert not roles["reference"].mesh.overlaps(roles["reward"].mesh)
 
 
 @pytest.mark.parametrize("cluster", ["8xA100,1xV100", "8xV100,8xA100"])
