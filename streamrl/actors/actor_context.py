@@ -168,14 +168,11 @@ def shares_slots(config: RunConfig, role: str) -> bool:
     That is if the other uses its slots, or if placement is sequential. TRAINER_PHASE means all
     trained roles.
     """
-    if config.placement.is_sequential:
-        return True
-    slots_by_phase = map_phase_slots(config)
-    is_trained = role in config.dataflow.trained_roles
-    own_slots = slots_by_phase.pop(TRAINER_PHASE if is_trained else role, set[int]())
-    if is_trained:
-        own_slots = set(assign_slots(config).slots[role])
-    return any(own_slots & slots for slots in slots_by_phase.values())
+    others = map_phase_slots(config)
+    phase = TRAINER_PHASE if role in config.dataflow.trained_roles else role
+    own_slots = others.pop(phase, set[int]())
+    own_slots &= set(assign_slots(config).slots.get(role, own_slots))
+    return config.placement.is_sequential or any(own_slots & slots for slots in others.values())
 
 
 class RemoteArbiter:
