@@ -378,7 +378,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/user_code/sandbox/test_sandbox.py -k clean_workspace",
     ),
     Mutant(
-        "user_code/sandbox/verdicts.py",
+        "user_code/sandbox/sandbox.py",
         "return expected is actual",
         "return expected == actual",
         "tests/user_code/sandbox/test_compare.py",

@@ -305,7 +305,7 @@ def test_a_simulation_of_hours_is_refused_before_it_starts(
     error = refuse("simulate", *SMALL[:-2], HUGE, "--steps", "2")
     assert f" --steps 2, {factors} " in error and error.endswith(rule)
     # The size of a full simulation is only known after planning.
-    monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
+    monkeypatch.setattr("streamrl.cli.plan.HOUR_S", 0.1)
     monkeypatch.setattr("streamrl.cli.plan.run_quick_simulation", None)
     groups = "pipeline.groups_per_step=64"
     error = refuse("plan", *SMALL, groups, "--max-staleness", "0")

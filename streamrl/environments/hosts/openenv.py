@@ -25,7 +25,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidMessage, WebSocketException
 
 from streamrl.environments.interface import CallOutcome, Reply, ToolSchema, Turn
-from streamrl.environments.tool_calls.json_calls import check_encodable, parse_json_at
+from streamrl.environments.tool_calls.call_formats import check_encodable, parse_json_at
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.environments.tool_calls.schema_check import check_tool_schema
 from streamrl.environments.tool_sources.python_tools import ToolAnswer

@@ -6,11 +6,19 @@ reply.calls[0].name, reply.calls[0].arguments, reply.calls[0].outcome
 
 Most formats are read by the parsers that vLLM installs for some fifty families. vLLM is imported
 when such a format is chosen: in a generator's process it is there already.
+
+Two formats have parsers of their own. In hermes, the format of Qwen, vLLM's parser ends a call at
+the first </tool_call>, also within a string, and gives up a whole turn for one malformed call. In
+harmony, the format of gpt-oss, a turn has several messages, some of them to a tool:
+
+<|channel|>analysis<|message|>I must add.<|end|><|start|>assistant
+<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>
 """
 
 import functools
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,15 +27,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import regex
 
 from streamrl.environments.interface import CallOutcome, Message, Reply, ToolCall, ToolSchema
-from streamrl.environments.tool_calls.harmony_calls import HARMONY_MARKERS, find_harmony_calls
-from streamrl.environments.tool_calls.json_calls import (
-    CLOSING,
-    OPENING,
-    check_encodable,
-    find_hermes_calls,
-    parse_json,
-    read_arguments_object,
-)
 from streamrl.environments.tool_calls.marked_turn import (
     THINK_END,
     MarkedTurn,
@@ -39,11 +38,186 @@ from streamrl.environments.tool_calls.reply_text import make_call
 from streamrl.environments.tool_calls.schema_check import is_valid_argument, validate_arguments
 from streamrl.environments.tool_calls.tool_schema import get_parameters, get_tool_name
 from streamrl.errors import ConfigError
+from streamrl.files.bounded_read import check_depth, make_unique_dict
 from streamrl.files.typed_settings import suggest_nearest
 from streamrl.rewards.interface.answers import SEARCH_TIMEOUT_S
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *MESSAGE_ENDS)
+THINKING_CHANNEL = "analysis"
+_RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
+
+
+def find_harmony_calls(turn: MarkedTurn) -> Iterator[WrittenCall | ScaffoldSpan]:
+    """Yield messages to functions.NAME as calls; headers and thoughts as scaffold."""
+    message = turn.get_code(MESSAGE)
+    end = turn.start
+    while (header_end := turn.text.find(message, end)) >= 0:
+        start, body = end, header_end + len(message)
+        header = _spell_header(turn, turn.text[start:header_end])
+        if recipient := _RECIPIENT.search(header):
+            call = _read_message_call(turn, start, body, recipient[1])
+            if call is None:
+                return
+            end = call.end
+            yield call
+        else:
+            body_end, end = _find_message_end(turn, body)
+            is_thought = THINKING_CHANNEL in header.split()
+            yield ScaffoldSpan(start, end if is_thought else body)
+            yield ScaffoldSpan(body_end, end)
+
+
+def _read_message_call(
+    turn: MarkedTurn, start: int, body: int, recipient: str
+) -> WrittenCall | None:
+    """Read the message to a tool whose body begins at `body`; None if the turn was cut in it."""
+    error, arguments, value_end = "", None, body
+    try:
+        value, value_end = turn.parse_at(body, parse_json_at)
+        arguments = read_arguments_object(value, "the message")
+    except ValueError as problem:
+        error = str(problem)
+    body_end, end = _find_message_end(turn, value_end)
+    # Engines leave out <|call|> if it is a stop token, so only a cut turn must have it.
+    if body_end == end == len(turn.text) and turn.is_cut:
+        return None
+    if not error and turn.text[value_end:body_end].strip():
+        error = "expected the end of the message after the arguments"
+    return WrittenCall(start, end, recipient.removeprefix("functions."), arguments, error)
+
+
+def _find_message_end(turn: MarkedTurn, start: int) -> tuple[int, int]:
+    """Return where a message's body ends, and where its end marker ends."""
+    codes = [turn.get_code(marker) for marker in (START, *MESSAGE_ENDS)]
+    found = re.compile("|".join(map(re.escape, codes))).search(turn.text, start)
+    if not found:
+        return len(turn.text), len(turn.text)
+    is_next_message = found[0] == turn.get_code(START)
+    return found.start(), found.start() if is_next_message else found.end()
+
+
+def _spell_header(turn: MarkedTurn, header: str) -> str:
+    """Return a message's header with spaces for its markers."""
+    for marker in HARMONY_MARKERS:
+        header = header.replace(turn.get_code(marker), " ")
+    return header
+
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+def find_hermes_calls(turn: MarkedTurn) -> Iterator[WrittenCall]:
+    """Yield calls such as <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>."""
+    opening, closing = turn.get_code(OPENING), turn.get_code(CLOSING)
+    end = turn.start
+    while (start := turn.text.find(opening, end)) >= 0:
+        body = start + len(opening)
+        try:
+            value, end = turn.parse_at(body, parse_json_at)
+            name, arguments = read_call_object(value)
+            end = turn.skip_space(end)
+            if not turn.text.startswith(closing, end):
+                raise ValueError(f"expected {CLOSING} after the call")
+        except ValueError as error:
+            end = _find_end(turn, body)
+            if end < 0:
+                return
+            yield WrittenCall(start, end, error=str(error))
+        else:
+            end += len(closing)
+            yield WrittenCall(start, end, name, arguments)
+
+
+def _find_end(turn: MarkedTurn, body: int) -> int:
+    """Return where a malformed call ends; -1 if the turn was cut within the call."""
+    opening, closing = turn.get_code(OPENING), turn.get_code(CLOSING)
+    last = turn.text.find(closing, body)
+    following = turn.text.find(opening, body)
+    if last >= 0 and not 0 <= following < last:
+        return last + len(closing)
+    if following >= 0:
+        return following
+    return -1 if turn.is_cut else len(turn.text)
+
+
+def read_call_object(value: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return name and arguments of a call.
+
+    Raises ValueError unless the value is an object with a name and an object of arguments.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("must be a JSON object with the keys name and arguments")
+    name = value.get("name")
+    if not (isinstance(name, str) and name):
+        raise ValueError("the key name must hold the name of a tool")
+    return name, read_arguments_object(value.get("arguments"), "the key arguments")
+
+
+def read_arguments_object(value: Any, place: str) -> Mapping[str, Any]:
+    """Return arguments. place: where they stand. Raises ValueError unless they are an object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} must hold a JSON object with the arguments")
+    return value
+
+
+def parse_json_at(text: str, start: int) -> tuple[Any, int]:
+    """Parse the JSON value that begins at `start`; return it and the position of its end.
+
+    Raises ValueError, also for NaN and Infinity, duplicate keys, deep nesting and numbers out of
+    range. Positions in the message count from `start`.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos - start}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    check_depth(value)
+    return value, end
+
+
+def parse_json(text: str) -> Any:
+    """Parse a text that is one JSON value. Raises ValueError as `parse_json_at` does."""
+    text = text.strip()
+    value, end = parse_json_at(text, 0)
+    if end < len(text):
+        raise ValueError(f"expected the end of the value at character {end}")
+    return value
+
+
+def check_encodable(value: Any) -> None:
+    """Raise ValueError for a JSON value with a string that UTF-8 cannot encode.
+
+    Escapes can write half a surrogate pair, which hosts of environments and tokenizers refuse.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a string contains half a surrogate pair") from None
+
+
+def parse_finite_float(number: str) -> float:
+    """Convert a JSON number to a float. Raises ValueError if it is out of range."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {number[:40]} is out of range")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=make_unique_dict,
+    parse_constant=_refuse_constant,
+    parse_float=parse_finite_float,
+)
 
 
 BREAK = "\ue000"

@@ -5,7 +5,7 @@ For a session it keeps a Python interpreter instead, and runs code in it, call a
 The driver is process 1 of a jail: signals from inside cannot reach it, and its exit kills all
 processes of the jail. The host is the process of the sandbox, outside the jail; it sends the driver
 as code and talks to the driver over the socket at stdin. The driver knows no expected outputs;
-verdicts.py judges its reports on the host. It imports little because every jail starts its own
+sandbox.py judges its reports on the host. It imports little because every jail starts its own
 interpreter.
 
 A test runs in these steps:
@@ -35,7 +35,7 @@ TICK_MS = 50
 MAX_FDS = 1 << 12
 _EXEC_STACK_BYTES = 64 << 20
 
-#: Message of the host: first the program, then each test (see verdicts.py).
+#: Message of the host: first the program, then each test (see sandbox.py).
 JobMessage = dict
 _IS_JAILED = os.getpid() == 1
 

@@ -71,7 +71,7 @@ class SandboxProgram:
 
     language: key of the sandbox's languages.
     stop_early: skip the tests after the first failure.
-    loose_numbers: compare words of the output as numbers (see verdicts.py).
+    loose_numbers: compare words of the output as numbers (see sandbox.py).
     """
 
     language: str

@@ -16,7 +16,7 @@ from streamrl.user_code.sandbox.program import (
     SandboxProgram,
     StdinTest,
 )
-from streamrl.user_code.sandbox.verdicts import compare_output
+from streamrl.user_code.sandbox.sandbox import compare_output
 from streamrl.user_code.service_gate import describe_failure, is_outage, is_silent, request_service
 
 MAX_REQUESTS = 64

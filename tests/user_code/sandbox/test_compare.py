@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.user_code.sandbox import verdicts
-from streamrl.user_code.sandbox.verdicts import (
+from streamrl.user_code.sandbox import sandbox
+from streamrl.user_code.sandbox.sandbox import (
     can_be_value,
     decode_output,
     is_same_text,
@@ -90,7 +90,7 @@ def test_invalid_json_is_a_value_error(data: bytes):
 @given(st.text("1 x\n\t\r\u3000"), st.text("1 x\n\t\r\u3000"), st.integers(1, 5))
 def test_long_texts_are_compared_like_short_ones(expected: str, actual: str, block: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts, "_BLOCK_SIZE", block)
+        patch.setattr(sandbox, "_BLOCK_SIZE", block)
         expected_lines, actual_lines = (
             [line.rstrip() for line in text.rstrip().split("\n")] for text in (expected, actual)
         )
@@ -106,7 +106,7 @@ def test_long_texts_are_compared_like_short_ones(expected: str, actual: str, blo
 @given(st.binary() | st.text().map(str.encode), st.integers(1, 5))
 def test_long_outputs_are_decoded_like_short_ones(data: bytes, block: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts, "_BLOCK_SIZE", block)
+        patch.setattr(sandbox, "_BLOCK_SIZE", block)
         assert decode_output(data) == data.decode(errors="replace")
 
 

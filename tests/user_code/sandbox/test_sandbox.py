@@ -44,10 +44,10 @@ from streamrl.user_code.sandbox.sandbox import (
     Sandbox,
     _export_filter,
     build_syscall_filter,
+    make_program_message,
     probe_isolation,
 )
-from streamrl.user_code.sandbox.verdicts import make_program_message
-from streamrl.user_code.sandbox.verdicts import make_test_message as message_of
+from streamrl.user_code.sandbox.sandbox import make_test_message as message_of
 from tests.descendants import descendants
 
 ADD = "print(sum(map(int, input().split())))"
