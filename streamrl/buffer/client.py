@@ -272,15 +272,8 @@ class ExperienceQueue:
 
         The ranks of a trainer read groups this way that the coordinator has leased.
         """
-        routed = self._select_owners(uids)
-        replies = await _gather_all(
-            shard.call(QueueShard.read_columns, batch, columns) for shard, batch in routed
-        )
-        return {
-            uid: _select_columns(blobs, columns)
-            for (_, batch), groups in zip(routed, replies, strict=True)
-            for uid, blobs in zip(batch, groups, strict=True)
-        }
+        groups = await self._read_blobs(QueueShard.read_columns, uids, columns)
+        return {uid: _select_columns(blobs, columns) for uid, blobs in groups.items()}
 
     async def read_leased(
         self, leases: Sequence[GroupLease], columns: Sequence[str]
@@ -289,16 +282,17 @@ class ExperienceQueue:
 
         The ranks of a model read groups this way that their leader has leased.
         """
-        routed = self._select_owners(leases)
-        replies = await _gather_all(
-            shard.call(QueueShard.read_leased, batch, columns) for shard, batch in routed
-        )
-        return {
-            lease: _select_columns(blobs, columns)
-            for (_, batch), groups in zip(routed, replies, strict=True)
-            for lease, blobs in zip(batch, groups, strict=True)
-            if blobs
-        }
+        groups = await self._read_blobs(QueueShard.read_leased, leases, columns)
+        return {lease: _select_columns(blobs, columns) for lease, blobs in groups.items() if blobs}
+
+    async def _read_blobs(
+        self, method: Callable[..., Any], keys: Iterable[E], columns: Sequence[str]
+    ) -> dict[E, Sequence[Blob]]:
+        """Read, by uid or lease, the blobs with columns of groups from the shards that own them."""
+        routed = self._select_owners(keys)
+        replies = await _gather_all(shard.call(method, batch, columns) for shard, batch in routed)
+        batches = (batch for _, batch in routed)
+        return dict(zip(chain(*batches), chain(*replies), strict=True))
 
     async def find_uids_with(self, column: str) -> list[str]:
         """Return the uids of the groups that got a column since the last call of this client."""

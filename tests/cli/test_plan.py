@@ -90,7 +90,7 @@ def test_the_plan_is_written_as_a_config_with_its_placement(
 ):
     config = tmp_path / "plan.yaml"
     words = ["-o", str(config), "--json", "--max-staleness", "0,2"]
-    code, out = run(capsys, "plan", *SMALL, *words)
+    code, out = run(capsys, "plan", *TINY, *words)
     assert code == 0
     planned = json.loads(out)["best"]
     reloaded = build_run_placement(load_config(config), {"policy"})
@@ -101,14 +101,14 @@ def test_the_plan_is_written_as_a_config_with_its_placement(
     # The simulator simulates the written config's placement exactly as the plan's.
     workload = Workload(16, 8, 200, make_fixed_lengths(300))
     steps = str(choose_num_steps(workload, reloaded.max_staleness))
-    written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
+    written = [str(config), "--cluster", "4xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
     assert code == 0
     assert json.loads(out)["step_s"] == pytest.approx(planned["simulated"]["step_s"], rel=0.02)
 
 
 def test_a_plan_ignores_the_runs_own_depth(capsys: pytest.CaptureFixture[str]):
-    words = ["plan", *TINY, "--max-staleness", "0,1", "--json", "pipeline.max_staleness=2"]
+    words = ["plan", *TINY, *FEW, "--max-staleness", "1", "--json", "pipeline.max_staleness=2"]
     plain, deep = (run(capsys, *words, f"pipeline.depth={depth}") for depth in ("null", "2"))
     assert plain == deep
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError, DiskError
@@ -85,6 +85,7 @@ def test_every_nth_step_is_recorded(tmp_path: Path, every: int, steps: list[int]
     assert list_recorded_steps(tmp_path) == steps
 
 
+@settings(max_examples=50)
 @given(num_steps=st.integers(1, 40), size=st.floats(1.0, 12.0), resumed_at=st.integers(0, 40))
 def test_the_folder_stays_small_and_covers_the_run(
     tmp_path_factory: pytest.TempPathFactory, num_steps: int, size: float, resumed_at: int

@@ -145,7 +145,7 @@ async def test_failures_name_turn_and_line_and_a_group_whose_episodes_differ(tmp
 
 
 async def test_calls_that_time_out_are_named_and_not_taken_for_shared_state(tmp_path):
-    found = await probe(tmp_path, HANGING, turn_timeout_s=0.2, max_turns=6)
+    found = await probe(tmp_path, HANGING, turn_timeout_s=0.2, max_turns=3)
     status, text = found["random"]
     assert status == "warn" and re.search(
         r"calls past half of .* time out; .*: search \(\d+\)$", text

@@ -23,6 +23,11 @@ from tests.environments.hosts.user_files import COMMANDS, GUESS
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch):
+    monkeypatch.setattr(pool_module, "MONITOR_INTERVAL_S", 0.1)
+
+
 @contextlib.asynccontextmanager
 async def open_pools(folder):
     """Yield a function that starts pools; at the end close them: no process may be left."""
@@ -51,7 +56,7 @@ async def start_pool(tmp_path):
 async def shared_pools(tmp_path_factory):
     """Pools of one process that several tests use: of Commands, and of SyncCommands."""
     async with open_pools(tmp_path_factory.mktemp("shared")) as start:
-        sync = await start(name="SyncCommands", processes=1, turn_timeout_s=2.0)
+        sync = await start(name="SyncCommands", processes=1, turn_timeout_s=1.0)
         yield await start(processes=1), sync
 
 
@@ -152,7 +157,7 @@ async def test_a_hanging_call_times_out_and_its_host_is_replaced(sync_pool):
     async with open_session(sync_pool) as (patient, old_pid):
         async with open_session(sync_pool) as (session, pid):
             assert pid == old_pid
-            timeout = r"SyncCommands.step in .*mine.py: no result in 2 s"
+            timeout = r"SyncCommands.step in .*mine.py: no result in 1 s"
             with pytest.raises(EpisodeTimeoutError, match=timeout):
                 await step(session, "hang")
         # The next session gets a new host, while the old host goes on with its own.
@@ -197,8 +202,8 @@ async def test_a_host_with_many_hanging_calls_is_killed(sync_pool, monkeypatch):
 
 
 async def test_a_blocked_event_loop_is_found(start_pool, monkeypatch):
-    monkeypatch.setattr(host_pool, "REACTION_TIMEOUT_S", 0.5)
-    pool = await start_pool(processes=1, turn_timeout_s=1.0)
+    monkeypatch.setattr(host_pool, "REACTION_TIMEOUT_S", 0.3)
+    pool = await start_pool(processes=1, turn_timeout_s=0.5)
     async with open_session(pool) as (session, _), open_session(pool) as (other, _):
         waiting = asyncio.create_task(step(other, "await 600"))
         with pytest.raises(EpisodeTimeoutError, match=r"async methods must not block the event"):
@@ -254,7 +259,7 @@ async def test_hundreds_of_sleeping_sessions_cost_no_thread_and_no_process(pool)
         host, this_process = psutil.Process(pid), psutil.Process()
         threads, tasks = host.num_threads(), len(asyncio.all_tasks())
         here = this_process.num_threads()
-        sleeping = [asyncio.create_task(step(session, "await 1")) for session, _ in opened]
+        sleeping = [asyncio.create_task(step(session, "await 0.5")) for session, _ in opened]
         await asyncio.sleep(0.2)
         assert host.num_threads() <= threads and this_process.num_threads() <= here + 1
         assert await asyncio.gather(*sleeping) == [str(pid)] * 300

@@ -23,7 +23,7 @@ class Writer:
 
     def produce(self, shape: str) -> str:
         """Write."""
-        return {"long": "x" * 20_000_000, "nothing": "", "half": "a\\ud800b"}.get(shape, shape)
+        return {"long": "x" * 2_000_000, "nothing": "", "half": "a\\ud800b"}.get(shape, shape)
 
     def score(self, episode):
         return 0.5
@@ -61,8 +61,8 @@ async def test_all_kinds_of_tools_answer_side_by_side(open_session):
         ("half", "import os; os.write(1, b'a' + bytes([255]) + b'b'); None", "a\ufffdb"),
         (
             "long",
-            "print('x' * 20_000_000, end='')",
-            f"{'x' * 1000}\n[... 19998000 characters left out ...]\n{'x' * 1000}",
+            "print('x' * 2_000_000, end='')",
+            f"{'x' * 1000}\n[... 1998000 characters left out ...]\n{'x' * 1000}",
         ),
     ],
     ids=["tokens", "nothing", "half a character", "long"],

@@ -41,7 +41,7 @@ def call(name, arguments):
     if name == "die":
         print("out of luck", file=sys.stderr, flush=True)
         os._exit(3)
-    shapes = {"long": "x" * 20_000_000, "nothing": "", "half": "a\ue001b"}
+    shapes = {"long": "x" * 2_000_000, "nothing": "", "half": "a\ue001b"}
     return shapes.get(arguments["shape"], arguments["shape"])
 
 

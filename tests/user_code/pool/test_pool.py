@@ -22,13 +22,17 @@ from streamrl.user_code.pool.pool import (
     WorkerPool,
     WorkerTimeoutError,
 )
-from streamrl.user_code.pool.process import WorkerProcess, unpickle_response
-from streamrl.user_code.pool.worker import pack_message
+from streamrl.user_code.pool.worker import WorkerProcess, pack_message, unpickle_response
 from tests.descendants import descendants
 
 TARGET = "tests.user_code.pool.handlers:serve"
 ASYNC_TARGET = "tests.user_code.pool.handlers:serve_async"
 ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch):
+    monkeypatch.setattr(pool_module, "MONITOR_INTERVAL_S", 0.1)
 
 
 @pytest.fixture
@@ -63,10 +67,10 @@ async def test_workers_hash_text_alike(pool):
 
 
 async def test_a_timeout_kills_the_child_processes_of_the_worker(pool, tmp_path):
-    workers = pool(timeout_s=8.0)
+    workers = pool(timeout_s=4.0)
     await workers.start()
     pid_file = tmp_path / "pids"
-    with pytest.raises(WorkerTimeoutError, match="no result in 8 s"):
+    with pytest.raises(WorkerTimeoutError, match="no result in 4 s"):
         await workers.call(("breed", str(pid_file)))
     pids = [int(pid) for pid in pid_file.read_text().split()]
     assert len(pids) == 50
@@ -152,7 +156,7 @@ async def test_an_unreadable_response_is_a_crash_at_once(pool, operation, data, 
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
 async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
-    monkeypatch.setattr("streamrl.user_code.pool.process.EXIT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("streamrl.user_code.pool.worker.EXIT_TIMEOUT_S", 0.5)
     workers = pool(timeout_s=3.0)
     await workers.start()
     pid = await workers.call(("pid", None))
@@ -276,8 +280,8 @@ def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
         ("streamrl.user_code.reward_result", "Enum"),
         ("streamrl.user_code.reward_result", "RewardResult.from_correctness"),
         ("streamrl.user_code.reward_result", "math.__loader__.load_module"),
-        ("streamrl.user_code.pool.process", "WorkerProcess"),
-        ("streamrl.user_code.pool.process", "subprocess.Popen"),
+        ("streamrl.user_code.pool.worker", "WorkerProcess"),
+        ("streamrl.user_code.pool.worker", "subprocess.Popen"),
     ],
 )
 def test_unpickling_a_response_rejects_other_classes_and_functions(
