@@ -336,7 +336,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # user_code, rewards
     Mutant(
-        "user_code/pool/worker.py",
+        "user_code/pool/process.py",
         "if (module, name) not in _ALLOWED_CLASSES",
         "if not module.startswith('streamrl.')",
         "tests/user_code/pool/test_pool.py -k unpickling",

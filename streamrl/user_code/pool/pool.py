@@ -39,7 +39,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
 from streamrl.user_code.pool.proc_stats import ProcessTable
-from streamrl.user_code.pool.worker import ProcessExitedError, WorkerProcess
+from streamrl.user_code.pool.process import ProcessExitedError, WorkerProcess
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from typing import Any
 from streamrl.errors import DeadlineError
 from streamrl.user_code.pool.background_tasks import run_to_end
 from streamrl.user_code.pool.proc_stats import ProcessTable, list_children_by_parent
-from streamrl.user_code.pool.worker import ProcessExitedError
+from streamrl.user_code.pool.process import ProcessExitedError
 from streamrl.user_code.sandbox import jail_driver
 from streamrl.user_code.sandbox.program import MIB, ProgramLimits
 

@@ -26,7 +26,8 @@ from streamrl.messages import (
     TurnOutcome,
     check_loss_mask,
 )
-from streamrl.user_code.pool.worker import HEADER, pack_message, unpickle_response
+from streamrl.user_code.pool.process import unpickle_response
+from streamrl.user_code.pool.worker import HEADER, pack_message
 from tests.bpe_tokenizer import PLAIN_ADDED_TOKENS, SPECIAL_TOKENS
 from tests.environments.episodes.scripted import ScriptedSampler, run_group
 

@@ -22,7 +22,8 @@ from streamrl.user_code.pool.pool import (
     WorkerPool,
     WorkerTimeoutError,
 )
-from streamrl.user_code.pool.worker import WorkerProcess, pack_message, unpickle_response
+from streamrl.user_code.pool.process import WorkerProcess, unpickle_response
+from streamrl.user_code.pool.worker import pack_message
 from tests.descendants import descendants
 
 TARGET = "tests.user_code.pool.handlers:serve"
@@ -156,7 +157,7 @@ async def test_an_unreadable_response_is_a_crash_at_once(pool, operation, data, 
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
 async def test_a_worker_does_not_outlive_its_reaper(pool, monkeypatch, number):
-    monkeypatch.setattr("streamrl.user_code.pool.worker.EXIT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("streamrl.user_code.pool.process.EXIT_TIMEOUT_S", 0.5)
     workers = pool(timeout_s=3.0)
     await workers.start()
     pid = await workers.call(("pid", None))
@@ -280,8 +281,8 @@ def pickle_of_call(module: str, name: str, *arguments: object) -> bytes:
         ("streamrl.user_code.reward_result", "Enum"),
         ("streamrl.user_code.reward_result", "RewardResult.from_correctness"),
         ("streamrl.user_code.reward_result", "math.__loader__.load_module"),
-        ("streamrl.user_code.pool.worker", "WorkerProcess"),
-        ("streamrl.user_code.pool.worker", "subprocess.Popen"),
+        ("streamrl.user_code.pool.process", "WorkerProcess"),
+        ("streamrl.user_code.pool.process", "subprocess.Popen"),
     ],
 )
 def test_unpickling_a_response_rejects_other_classes_and_functions(
