@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "streamrl"
 NOTE = "__note_placement__"
 METHODS = ("to", "cuda", "cpu")
 KEYWORDS = ("device", "pin_memory", "map_location")
+GPU_DEVICE = "__import__('streamrl.distributed.devices', fromlist=['']).get_local_device()"
 CPU_DEVICE = "__import__('torch').device('cpu')"
 
 
@@ -64,7 +65,7 @@ class PlacementChange(ast.NodeTransformer):
 def take_out(node: ast.Call) -> ast.expr:
     """Return the call without its device: the tensor stays where it is, or is made on the CPU.
 
-    A function that is not torch's gets the CPU, as its device may have no default.
+    A function that is not torch's gets another device: its own may have no default.
     """
     if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
         kept = [arg for arg in node.args if not re.search("device|cpu", ast.unparse(arg))]
@@ -72,13 +73,13 @@ def take_out(node: ast.Call) -> ast.expr:
             return node.func.value
         return ast.copy_location(ast.Call(node.func, kept, node.keywords), node)
     is_of_torch = ast.unparse(node.func).startswith(("torch.", "_get_torch()."))
-    keywords = [
-        keyword
-        if keyword.arg not in KEYWORDS
-        else ast.keyword(keyword.arg, ast.parse(CPU_DEVICE, mode="eval").body)
-        for keyword in node.keywords
-        if not (is_of_torch and keyword.arg in KEYWORDS)
-    ]
+    keywords = []
+    for keyword in node.keywords:
+        if keyword.arg not in KEYWORDS:
+            keywords.append(keyword)
+        elif not is_of_torch:
+            other = GPU_DEVICE if ast.unparse(keyword.value) == "cpu" else CPU_DEVICE
+            keywords.append(ast.keyword(keyword.arg, ast.parse(other, mode="eval").body))
     return ast.copy_location(ast.Call(node.func, node.args, keywords), node)
 
 

@@ -153,7 +153,8 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in COPIES:
         is_result_on_gpu = _is_gpu(kwargs.get("device") or args[0].device)
     else:
-        _check_devices(name, tensors, on_gpu)
+        written = args[0] if func._schema.is_mutable and args else None
+        _check_devices(name, tensors, on_gpu, written)
         device = kwargs.get("device")
         is_result_on_gpu = bool(on_gpu) if device is None else _is_gpu(device)
     if COLLECTIVES.match(name) and tensors and not on_gpu and devices.has_local_gpu():
@@ -177,11 +178,13 @@ def _is_gpu(device: Any) -> bool:
     return torch.device(device).type == GPU
 
 
-def _check_devices(name: str, tensors: list[Tensor], on_gpu: list[GpuTensor]) -> None:
+def _check_devices(name: str, tensors: list[Tensor], on_gpu: list[GpuTensor], written: Any) -> None:
+    """Raise if tensors are on two devices: a CPU tensor without dimensions may only be read."""
     others = [
         tensor
         for tensor in tensors
-        if not isinstance(tensor, GpuTensor) and (tensor.dim() or name in NO_SCALARS_OF_CPU)
+        if not isinstance(tensor, GpuTensor)
+        and (tensor.dim() or tensor is written or name in NO_SCALARS_OF_CPU)
     ]
     if on_gpu and others:
         shapes = ", ".join(f"{tuple(t.shape)} on {t.device}" for t in (on_gpu[0], *others[:1]))

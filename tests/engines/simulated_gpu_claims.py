@@ -85,8 +85,9 @@ CLAIMS: Mapping[str, Claims] = {
     "checkpoint": {
         "a checkpoint repeats a step": lambda checkpoint: checkpoint["repeats"],
         "a checkpoint of the GPU holds what that of the CPU holds": lambda checkpoint: (
-            max(difference for name, difference in checkpoint.items() if name != "repeats") < 1e-4
+            max(v for name, v in checkpoint.items() if name not in ("repeats", "written")) < 1e-4
         ),
+        "what is written is in host memory": lambda checkpoint: checkpoint["written"] == ["cpu"],
     },
     "pretraining": {
         "the pretraining loss is that of the CPU": lambda losses: max(losses.values()) < 1e-3
@@ -99,7 +100,10 @@ CLAIMS: Mapping[str, Claims] = {
         ),
         "no other stream of the GPU is waited for": lambda weights: weights["publish_waits"] == 0,
     },
-    "adapters": PULL,
+    "adapters": {
+        **PULL,
+        "pulled adapters are merged on the GPU": lambda pull: pull["merged on"] == ["simgpu"],
+    },
     "resharding": {
         "resharding on a GPU copies what ranks tell each other to the CPU, and no weights": (
             lambda stats: stats == {"is_planned": True, "host_copies": 1, "difference": 0.0}
@@ -127,7 +131,7 @@ CLAIMS: Mapping[str, Claims] = {
     "sliding window": AS_ON_CPU,
     "experts": {
         "a mixture is saved with the buffers of its routers": lambda saved: (
-            saved["buffers"] > 0 and saved["difference"] == 0
+            saved["buffers"] > 0 and saved["difference"] == 0 and saved["written"] == ["cpu"]
         )
     },
     "FSDP2": RANKS,

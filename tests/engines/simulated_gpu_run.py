@@ -39,6 +39,8 @@ from streamrl.algorithms.math.correction import second_moment_limit
 from streamrl.algorithms.math.losses import covariance_band_mask, covariance_top_mask
 from streamrl.data.pretrain_texts import TextStream
 from streamrl.distributed.devices import get_local_device
+from streamrl.engines.checkpoint import sharded_state
+from streamrl.engines.checkpoint.sharded_state import save_tensors
 from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions, TokenScores
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training import model_trainer
@@ -53,6 +55,7 @@ from streamrl.engines.training.tasks import (
 )
 from streamrl.messages import Columns
 from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.parameters import MergedWeights
 from tests.engines import simulated_gpu_ranks, simulated_gpu_weights
 from tests.engines.reward_ranks import compute_on_rank
 from tests.engines.scoring_models import make_reference, make_shadow_critic
@@ -276,7 +279,10 @@ def publish_and_pull(path: str, groups: Groups, kind: str = "policy") -> Measure
         )
         published, waits = SimulatedGpu.host_copies, GpuModule.num_waits - waits_before
         tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
-        scorer.copy_weights(scorer.build_full(tensors))
+        full = scorer.build_full(tensors)
+        scorer.copy_weights(full)
+    merged = full.merged_names if isinstance(full, MergedWeights) else ()
+    merged_on = sorted({full[name].device.type for name in merged})
     pulled, host_bytes = SimulatedGpu.host_copies, SimulatedGpu.host_bytes - bytes_before
     names = {slot.name for bucket in manifest.buckets for slot in bucket.slots}
     state = {name: tensor.cpu() for name, tensor in trainer.merged_state()}
@@ -284,6 +290,7 @@ def publish_and_pull(path: str, groups: Groups, kind: str = "policy") -> Measure
     trainer.close()
     return {
         "tensors": len(names),
+        "merged on": merged_on,
         "publish_copies": published - before,
         "publish_waits": waits,
         "pull_copies": pulled - published,
@@ -380,13 +387,15 @@ def save_experts(path: str, groups: Groups) -> Measurements:
         model = make_model("deepseek_v3", n_group=1, topk_group=1)
         path = save(model, Path(folder, "policy"))
         trainer = make_trainer("policy", path, groups)
-        trainer.save_model(Path(folder, "model"))
+        with note_written() as written:
+            trainer.save_model(Path(folder, "model"))
         saved, trained = (
             load_file(Path(folder, name, "model.safetensors")) for name in ("model", "policy")
         )
         trainer.close()
     buffers = [name for name in saved if "bias" in name]
-    return {"buffers": len(buffers), "difference": find_max_difference(saved, trained)}
+    difference = find_max_difference(saved, trained)
+    return {"buffers": len(buffers), "difference": difference, "written": sorted(written)}
 
 
 # --- Planted faults -------------------------------------------------------------------------------
@@ -426,6 +435,7 @@ def save_and_continue(path: str, groups: Groups) -> Measurements:
             on_cpu = save_and_repeat(path, groups)
     return {
         "repeats": on_gpu["repeats"],
+        "written": on_gpu["written"],
         **{
             name: find_max_difference(on_gpu[name], on_cpu[name])
             for name in ("parameters", "saved model", "EMA reference", "logprobs")
@@ -433,9 +443,28 @@ def save_and_continue(path: str, groups: Groups) -> Measurements:
     }
 
 
+@contextmanager
+def note_written() -> Iterator[set[str]]:
+    """Context that notes the devices of the tensors that are written into files."""
+    written = set[str]()
+
+    def save(path: Path, tensors: Mapping[str, Tensor], *facts: dict[str, str]) -> None:
+        written.update(tensor.device.type for tensor in tensors.values())
+        save_tensors(path, tensors, *facts)
+
+    with (
+        mock.patch.object(sharded_state, "save_tensors", save),
+        mock.patch.object(model_trainer, "save_tensors", save),
+    ):
+        yield written
+
+
 def save_and_repeat(path: str, groups: Groups) -> Measurements:
     trainer, reference, parameters = make_trainer("lora", path, groups), EmaReference(0.5), []
-    with tempfile.TemporaryDirectory() as name:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        note_written() as written,
+    ):
         folder = Path(name)
         train_step(trainer, groups)
         trainer.save_training_state(folder / "state")
@@ -447,12 +476,14 @@ def save_and_repeat(path: str, groups: Groups) -> Measurements:
             trainer = make_trainer("lora", path, groups)
             trainer.load_training_state(folder / "state")
         trainer.save_model(folder / "model")
+        written.update(tensor.device.type for _, tensor in trainer.merged_state())
         saved = load_file(folder / "model" / "model.safetensors")
     logprobs = trainer.compute_token_logprobs(np.arange(3, 19, dtype=np.int32))
     trainer.close()
     first, again = parameters
     return {
         "repeats": all(first[name].equal(again[name]) for name in first),
+        "written": sorted({*written, *(t.device.type for _, t in reference.named_tensors())}),
         "parameters": again,
         "saved model": saved,
         "EMA reference": dict(reference.named_tensors()),

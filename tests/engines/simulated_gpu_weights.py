@@ -17,7 +17,9 @@ from streamrl.engines.models.forward import load_model
 from streamrl.engines.vllm import weight_loader
 from streamrl.engines.vllm.environment import make_vllm_env
 from streamrl.engines.vllm.local_pieces import find_local_pieces
+from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.messages import Columns
+from streamrl.weights import LoadVerification
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE, ParameterSet
 from streamrl.weights.shared_files import share_tensors
 from tests.simulated_gpu import GPU_0, GpuModule, SimulatedGpu
@@ -54,9 +56,9 @@ class FakeWorker:
                 self.placed.add(tensor.device.type)
             parameters[name].copy_(tensor)
 
-    def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, None]:
+    def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
         self.reload_weights(weights_iterator=tensors.items())
-        return 0, None
+        return 0, LoadVerification()
 
 
 def make_adapter(path: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -103,7 +105,7 @@ def load_by_peer(path: str, groups: Groups) -> dict[str, Any]:
     peer: Any = PeerRank.__new__(PeerRank)
     peer._worker = peer._weight_loader = worker
     peer._parameters = ParameterSet.from_module(worker.model)
-    peer._spec = SimpleNamespace(model_path=path)
+    peer._spec = SimpleNamespace(model_path=path, rank_group=RankGroup(0, ((0, 1),)))
     peer.fill_shard(published)
     held = worker.model.get_parameter(f"{ADAPTED}.weight")
     difference = float((held.detach().cpu() - expected).abs().max())

@@ -343,7 +343,7 @@ def test_a_rank_may_save_for_longer_than_a_collective_may_take(results, layout):
     assert results[f"late/{layout.label}"] == [True, True]
 
 
-@parametrize_layouts("recomputed_updates", on=PAIRS, quick=[SHARDED])
+@parametrize_layouts("recomputed_updates", on=PAIRS)
 def test_recomputing_activations_does_not_change_the_update(results, expected, layout):
     for case in results[f"recomputed/{layout.label}"]:
         assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
