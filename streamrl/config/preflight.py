@@ -55,8 +55,6 @@ from streamrl.engines.memory.worker_memory import CUDA_CONTEXT_BYTES, MIB, Worke
 from streamrl.engines.models.tensor_parallel_support import (
     check_generator_split,
     check_trainer_split,
-    explain_unloadable_split,
-    has_experts,
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
@@ -446,12 +444,10 @@ def _find_memory_problem(config: RunConfig, prepared: PreparedRun, on_gpu: bool)
 
 def _find_serving_problem(config: RunConfig, on_gpu: bool) -> str:
     """Return why vLLM cannot load new weights under the config's placement, or ""."""
-    path, ranks, placement = config.model.path, config.generator.tensor_parallel, config.placement
+    placement = config.placement
     if placement.is_hybrid:
-        architectures = read_model_config(path).architectures or ()
-        if why := explain_unshareable_process(architectures, mode=placement.mode, on_gpu=on_gpu):
-            return why
-        return explain_unloadable_split(ranks, has_experts=has_experts(path), on_gpu=on_gpu)
+        architectures = read_model_config(config.model.path).architectures or ()
+        return explain_unshareable_process(architectures, mode=placement.mode, on_gpu=on_gpu)
     return ""
 
 

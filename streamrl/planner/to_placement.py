@@ -27,7 +27,6 @@ from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.models.tensor_parallel_support import (
     SplitSizes,
     explain_uneven_experts,
-    explain_unloadable_split,
     explain_unservable_split,
     explain_unshared_heads,
     explain_untrainable_split,
@@ -317,28 +316,23 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
             return f"streamrl cannot run it: {NO_MATCHING_POOLS}"
         if why := find_size_mismatch(find_dataflow(placement), placement):
             return f"streamrl cannot run it: {why}"
-        ranks = placement.assignments[GENERATE_CALL.stage].grid.tp_size
-        return _explain_refused_mode(config, problem, pools, ranks)
+        return _explain_refused_mode(config, problem, pools)
 
     return refuse
 
 
 def _explain_refused_mode(
-    config: RunConfig, problem: PlacementProblem, pools: PlacementConfig, ranks: int
+    config: RunConfig, problem: PlacementProblem, pools: PlacementConfig
 ) -> str:
-    """Return why a run refuses a placement mode on the cluster of the problem, or "".
-
-    ranks: tensor-parallel ranks of a generator.
-    """
+    """Return why a run refuses a placement mode on the cluster of the problem, or ""."""
     if (nodes := problem.cluster.num_nodes) > 1 and config.weights.transport == SHARED_MEMORY:
         return f"weights.transport={SHARED_MEMORY}: needs one node; the cluster has {nodes}"
     if not pools.is_hybrid:
         return ""
     # Without a model directory (a size by name) assume an architecture that vLLM supports.
-    shape, on_gpu = problem.models[POLICY], not problem.cluster.is_cpu
-    architectures, has_experts = shape.architectures, bool(shape.experts)
-    why = explain_unloadable_split(ranks, has_experts=has_experts, on_gpu=on_gpu)
-    if architectures is not None and not why:
+    why, architectures = "", problem.models[POLICY].architectures
+    if architectures is not None:
+        on_gpu = not problem.cluster.is_cpu
         why = explain_unshareable_process(architectures, mode=pools.mode, on_gpu=on_gpu)
     return why or find_conflict_at_any_size(config)
 

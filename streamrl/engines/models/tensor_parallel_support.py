@@ -167,16 +167,6 @@ def find_family_config(family: str) -> "type[PreTrainedConfig] | None":
         return None
 
 
-def explain_unloadable_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:
-    """Explain why a model split over `ranks` of a trainer cannot take new weights; "" if it can."""
-    if on_gpu or ranks == 1 or not has_experts:
-        return ""
-    return (
-        f"generator.tensor_parallel={ranks}: on a CPU the trainer's processes cannot load new"
-        " weights of a split mixture of experts; use 1, or placement.mode=disaggregated"
-    )
-
-
 def _read_sizes(config: "PreTrainedConfig", names: Iterable[str]) -> SplitSizes:
     # getattr instead of to_dict(): transformers maps the names that families use to standard ones.
     sizes = {name: getattr(config, name) for name in names if hasattr(config, name)}
