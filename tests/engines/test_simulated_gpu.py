@@ -5,6 +5,7 @@ by one, shows that mixing would be found.
 """
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -37,9 +38,9 @@ def lines(request: pytest.FixtureRequest) -> Lines:
     arguments = ["--faults", "--sample", str(SAMPLE), *CLAIMS] if is_slow else QUICK
     command = [sys.executable, "-m", "tests.engines.simulated_gpu_lines", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2400)
-    text = [line for line in done.stdout.splitlines() if line.startswith("{") or ".py:" in line]
-    assert text, done.stderr[-4000:]
-    return Lines(json.loads(text[0]), text[1:])
+    outcomes = re.search(r"^{.*$", done.stdout, re.M)
+    assert outcomes is not None, done.stderr[-4000:]
+    return Lines(json.loads(outcomes[0]), re.findall(r"^\w\S+\.py:\d+:\d+: .*$", done.stdout, re.M))
 
 
 @pytest.mark.parametrize(
