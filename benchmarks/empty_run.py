@@ -55,7 +55,12 @@ from streamrl.pipeline import (
 )
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import FinishedCallback, StageContext
-from streamrl.stream.stage_worker import ConcurrencyLimit, StageResult, read_no_partials
+from streamrl.stream.stage_worker import (
+    ConcurrencyLimit,
+    InFlightWork,
+    StageResult,
+    read_no_partials,
+)
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.user_code.service_gate import Outage
 from streamrl.weights import ServedVersion, WeightLoadStats, WeightManifest
@@ -314,7 +319,8 @@ class EmptyReplica:
         queue = ExperienceQueue(self._context.shards, self._name)
         stage = StageContext(call.stage, queue, DedicatedDeviceLease(), self._spans)
         if call.kind is CallKind.SCORE:
-            await score_groups(stage, self.score, call.needs, max_groups=64, batch_size=8)
+            in_flight = InFlightWork(ConcurrencyLimit(64))
+            await score_groups(stage, self.score, call.needs, in_flight, 8)
             return
         served = ServedVersion(self._name)
         channel = ManifestChannel(

@@ -62,7 +62,7 @@ from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid, par
 from streamrl.placement.config import PlacementConfig
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
-from streamrl.stream.stage_worker import StageResult
+from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork, StageResult
 from streamrl.telemetry.spans import SpanRecorder
 
 GROUPS = {1 << 10: 8192, 1 << 16: 2048, 1 << 20: 512}
@@ -266,8 +266,8 @@ class FlowMember:
             return [compute_scores(dict(experience.columns)) for experience in experiences]
 
         stage = StageContext("score", self._queue, DedicatedDeviceLease(), SpanRecorder(self._name))
-        limits = (2 * self._batch, self._batch)
-        await pipeline.score_groups(stage, judge, ROLLOUT_COLUMNS, *limits)
+        in_flight = InFlightWork(ConcurrencyLimit(2 * self._batch))
+        await pipeline.score_groups(stage, judge, ROLLOUT_COLUMNS, in_flight, self._batch)
 
     async def train(self, count: int) -> tuple[float, list[int]]:
         """Lease this many complete groups and remove them; return the end time and the groups."""

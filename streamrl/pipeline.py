@@ -219,7 +219,7 @@ async def score_groups(
     stage: StageContext,
     score: ComputeFunction,
     columns: Sequence[str],
-    max_groups: int,
+    in_flight: InFlightWork,
     batch_size: int,
     *,
     served: ServedVersion | None = None,
@@ -232,7 +232,8 @@ async def score_groups(
     (`actors/rank_calls.py`).
     Unblocked by: `generate_rollouts` and other scorers, which commit columns, and `follow_weights`.
     columns: those that the scorer leases; none if the ranks of a model read the groups, which then
-    record the stage's spans, too. max_groups: most groups in flight. batch_size: most per call.
+    record the stage's spans, too. in_flight: limits groups and calls at a time. batch_size: most
+    groups per call.
     """
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[StageResult]:
@@ -248,7 +249,6 @@ async def score_groups(
             return await score(experiences)
 
     if served is None or await wait_for_first_version(stage, served):
-        in_flight = InFlightWork(ConcurrencyLimit(max_groups))
         await serve_stage(stage, compute, in_flight, columns=columns, batch=batch_size)
 
 

@@ -50,7 +50,7 @@ from streamrl.pipeline import (
 from streamrl.stream.device_lease import DedicatedDeviceLease, DeviceArbiter, SharedDeviceLease
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import PipelineConfig, RunState
-from streamrl.stream.stage_worker import ConcurrencyLimit, read_no_partials
+from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork, read_no_partials
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import ServedVersion, WeightManifest
@@ -418,9 +418,8 @@ def start_scorer(
         served = ServedVersion(name)
         channel = LocalChannel(stream.control.publisher.registries[call.followed_role], name)
         loops.append(asyncio.create_task(follow_weights(context, scorer, channel, served)))
-    scoring = score_groups(
-        context, scorer.score, call.needs, max_groups=4, batch_size=2, served=served
-    )
+    in_flight = InFlightWork(ConcurrencyLimit(4))
+    scoring = score_groups(context, scorer.score, call.needs, in_flight, 2, served=served)
     loops.append(asyncio.create_task(scoring))
 
 

@@ -7,14 +7,21 @@ from operator import add, sub
 from typing import Any
 
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor, gather_replies
-from streamrl.config.run_config import RunConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import Experience, GroupLease
 from streamrl.pipeline import score_groups
 from streamrl.stream.protocols import StageContext
-from streamrl.stream.stage_worker import COMMITTED, StageResult
+from streamrl.stream.stage_worker import (
+    COMMITTED,
+    ConcurrencyLimit,
+    InFlightWork,
+    StageResult,
+)
 from streamrl.weights import ServedVersion
 
+GROUPS_PER_RANK = 8
+"""Most groups of a rank in a call: about a micro-batch where each has one rollout, as in PPO."""
+MAX_CALLS = 2
 RankScore = Callable[[str, Sequence[Experience]], Awaitable[None]]
 """Has the ranks of a model score groups of a stage and commit the columns."""
 
@@ -107,14 +114,14 @@ def share_leases(
 def lead_scoring(
     stage: StageContext,
     score: RankScore,
-    config: RunConfig,
     dp_size: int,
     *,
     served: ServedVersion | None = None,
 ) -> Coroutine[Any, Any, None]:
     """Return the loop that leases groups of a stage and has the ranks of its model score them.
 
-    A call has a group for each of `dp_size` data-parallel ranks. The loop reads no columns: the
+    Two calls at a time keep `dp_size` data-parallel ranks busy, and groups that become ready
+    meanwhile share a call, so that they can share forward passes. The loop reads no columns: the
     ranks do, and record the spans of the stage. score: called with the stage's name and groups.
     """
 
@@ -122,5 +129,6 @@ def lead_scoring(
         await score(stage.name, experiences)
         return [COMMITTED] * len(experiences)
 
-    max_groups = max(config.scorer.max_groups, 2 * dp_size)
-    return score_groups(stage, compute, (), max_groups, dp_size, served=served)
+    batch = GROUPS_PER_RANK * dp_size
+    in_flight = InFlightWork(ConcurrencyLimit(MAX_CALLS * batch), MAX_CALLS)
+    return score_groups(stage, compute, (), in_flight, batch, served=served)

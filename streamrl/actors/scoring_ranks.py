@@ -23,7 +23,7 @@ from streamrl.pipeline import score_groups
 from streamrl.rewards.reward_scorer import RewardStages
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.protocols import StageContext
-from streamrl.stream.stage_worker import StageResult
+from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork, StageResult
 from streamrl.weights import WeightLoadStats
 
 if TYPE_CHECKING:
@@ -191,9 +191,9 @@ class ModelScorerActor(LeadingRankActor):
 
     async def run(self) -> None:
         """Lease groups and have them scored until the run ends or a drain begins."""
-        config, dp_size, served = self._config, self._started_ranks.dp_size, self._served_version
+        dp_size, served = self._started_ranks.dp_size, self._served_version
         loops = [
-            lead_scoring(stage, self._score_on_ranks, config, dp_size, served=served)
+            lead_scoring(stage, self._score_on_ranks, dp_size, served=served)
             for stage in self._stages
         ]
         await self._run_loops(loops, self)
@@ -263,8 +263,11 @@ class RewardActor(LeadingRankActor):
         assert scorer is not None
         loops = []
         for stage, call in zip(self._stages, self._calls, strict=True):
-            score, limits = scorer.functions[stage.name], (2 * batch, batch)
-            loops.append(score_groups(stage, score, call.needs, *limits))
+            score, in_flight = (
+                scorer.functions[stage.name],
+                InFlightWork(ConcurrencyLimit(2 * batch)),
+            )
+            loops.append(score_groups(stage, score, call.needs, in_flight, batch))
         try:
             await self._run_loops(loops, None)
         finally:

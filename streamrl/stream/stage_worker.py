@@ -146,10 +146,14 @@ class _InFlightTask:
 
 
 class InFlightWork:
-    """Tasks of a stage that work on leased groups, and the slots that they occupy."""
+    """Tasks of a stage that work on leased groups, and the slots that they occupy.
 
-    def __init__(self, limit: ConcurrencyLimit) -> None:
+    max_tasks: most tasks at a time; groups that become ready meanwhile are leased together.
+    """
+
+    def __init__(self, limit: ConcurrencyLimit, max_tasks: float = math.inf) -> None:
         self._limit = limit
+        self._max_tasks = max_tasks
         self._tasks: dict[asyncio.Task[None], _InFlightTask] = {}
         self._slots_freed = asyncio.Event()
 
@@ -162,7 +166,7 @@ class InFlightWork:
 
         The wait has no timeout: deadlines bound the work that occupies the slots.
         """
-        while not self._limit.available_groups:
+        while not self._limit.available_groups or len(self._tasks) >= self._max_tasks:
             self._slots_freed.clear()
             await self._slots_freed.wait()
         return self._limit.available_groups

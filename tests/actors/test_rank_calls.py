@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +11,11 @@ from streamrl.actors.rank_calls import RankCalls, lead_scoring, share_leases
 from streamrl.buffer import ExperienceQueue
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import Experience, GroupInfo, GroupLease
-from streamrl.rewards.interface.config import ScorerConfig
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
 from streamrl.telemetry.spans import SpanRecorder
 from tests.actors.fakes import FakeActor
+from tests.buffer.shards import prompt
 from tests.stream.test_stage_worker import UIDS, open_shard
 from tests.virtual_time import in_virtual_time
 
@@ -89,9 +87,29 @@ async def test_a_leader_holds_the_devices_and_leaves_the_spans_to_its_ranks():
     async def score(name: str, experiences: Sequence[Experience]) -> None:
         held.update((experience.uid, lease.num_holders) for experience in experiences)
 
-    config: Any = SimpleNamespace(scorer=ScorerConfig())
-    leading = asyncio.create_task(lead_scoring(stage, score, config, 1))
+    leading = asyncio.create_task(lead_scoring(stage, score, 1))
     await asyncio.sleep(5.0)
     leading.cancel()
     assert held == dict.fromkeys(UIDS[:3], 1)
     assert not spans.drain_spans()
+
+
+@in_virtual_time
+async def test_groups_that_become_ready_while_ranks_score_share_the_next_call():
+    shard, queue = await open_shard(UIDS[:1])
+    stage = StageContext(
+        "generate", ExperienceQueue([shard], "critic"), DedicatedDeviceLease(), SpanRecorder("c")
+    )
+    calls: list[list[str]] = []
+
+    async def score(name: str, experiences: Sequence[Experience]) -> None:
+        calls.append([experience.uid for experience in experiences])
+        await asyncio.sleep(10.0)
+
+    leading = asyncio.create_task(lead_scoring(stage, score, 1))
+    for uid in UIDS[1:5]:
+        await asyncio.sleep(1.0)
+        await queue.insert_prompts([prompt(uid)], 0)
+    await asyncio.sleep(10.0)
+    leading.cancel()
+    assert calls == [[UIDS[0]], [UIDS[1]], list(UIDS[2:5])]

@@ -307,7 +307,6 @@ class CoordinatorActor(PingableActor):
                     self._loop_spans,
                 ),
                 trainer.score_groups,
-                self._config,
                 trainer.dp_size,
             )
             for trainer in self._trainers.values()

@@ -6,6 +6,7 @@ packed like a trained one, by the same code, and has no optimizer.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -127,40 +128,50 @@ class ModelRank:
 
         column: ref_logprobs, at the sampling temperature and with LoRA adapters switched off, or a
         critic's values. Entries are 0 where loss_mask is false. The columns of a group must include
-        token_ids, loss_mask and lengths. Micro-batches have the rollouts of one group, so the
-        result does not depend on the other groups. Ranks may have different groups, or none. A
+        token_ids, loss_mask and lengths. On CPUs micro-batches have the rollouts of one group, so
+        the result does not depend on the other groups. Ranks may have different groups, or none. A
         collective if the parameters are sharded. Raises ValueError if a rollout exceeds
         `micro_batch_tokens`.
         """
         forward, module = self._backend.forward, self._backend.module
-        results = [np.zeros(len(columns["token_ids"]), np.float32) for columns in groups]
-        rounds: list[tuple[Columns, Array, MicroBatch]] = [
-            (columns, result, picks)
-            for columns, result in zip(groups, results, strict=True)
-            for (picks,) in pack_rollouts(
-                [("", index, int(length)) for index, length in enumerate(columns["lengths"])],
-                dp_size=1,
-                micro_batch_tokens=micro_batch_tokens,
-            )
-        ]
+        columns_of = {str(number): columns for number, columns in enumerate(groups)}
+        results = {uid: np.zeros(len(c["token_ids"]), np.float32) for uid, c in columns_of.items()}
+        rounds = self._pack_groups(columns_of, micro_batch_tokens)
         without_adapters = disable_adapters(module) if column == REF_LOGPROBS else nullcontext()
         # Not inference_mode: gathered parameters stay cached, and training reuses them.
         with self._limit_wait(column), without_adapters, torch.no_grad():
-            dummy: tuple[Columns, Array, MicroBatch] = ({}, np.empty(0), ())
-            rounds += [dummy] * (self._find_most_rounds(len(rounds)) - len(rounds))
-            for columns, result, picks in rounds:
+            dummies: list[MicroBatch] = [()] * (self._find_most_rounds(len(rounds)) - len(rounds))
+            for picks in [*rounds, *dummies]:
+                derived: dict[str, Columns] = {uid: {} for uid, _ in picks}
                 batch = build_batch(
-                    {"": columns}, picks, derived={"": {}}, token_columns=("token_ids",)
-                )
-                batch = batch.to(get_local_device())
+                    columns_of, picks, derived=derived, token_columns=("token_ids",)
+                ).to(get_local_device())
                 values = self._task.compute_column(forward, batch, column).cpu().numpy()
                 # A dummy micro-batch has a row but no pick.
-                for (_, index), row in zip(picks, values, strict=bool(picks)):
-                    tokens = find_token_slice(columns["lengths"], index)
-                    result[tokens] = row[: tokens.stop - tokens.start]
+                for (uid, index), row in zip(picks, values, strict=bool(picks)):
+                    tokens = find_token_slice(columns_of[uid]["lengths"], index)
+                    results[uid][tokens] = row[: tokens.stop - tokens.start]
         return [
-            np.where(columns["loss_mask"], result, np.float32(0))
-            for columns, result in zip(groups, results, strict=True)
+            np.where(columns["loss_mask"], results[uid], np.float32(0))
+            for uid, columns in columns_of.items()
+        ]
+
+    def _pack_groups(
+        self, columns_of: Mapping[str, Columns], micro_batch_tokens: int
+    ) -> list[MicroBatch]:
+        """Return micro-batches of rollouts of the groups: of several groups only on a GPU.
+
+        Many groups of one rollout would take as many passes, and gather a sharded model as often.
+        """
+        rollouts = [
+            [(uid, index, int(length)) for index, length in enumerate(columns["lengths"])]
+            for uid, columns in columns_of.items()
+        ]
+        parts = [list(chain(*rollouts))] if has_run_gpus() else rollouts
+        return [
+            picks
+            for part in parts
+            for (picks,) in pack_rollouts(part, dp_size=1, micro_batch_tokens=micro_batch_tokens)
         ]
 
     def compute_logits(self, rows: Sequence[Sequence[int]]) -> list[float]:

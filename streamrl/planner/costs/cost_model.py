@@ -318,7 +318,10 @@ class CostModel:
             run,
             trainer,
             # As `ModelRank.compute_columns`; reward models batch the rows of all groups.
-            run is not None and call.kind is CallKind.SCORE and call.role not in REWARD_ROLES,
+            self.problem.cluster.is_cpu
+            and run is not None
+            and call.kind is CallKind.SCORE
+            and call.role not in REWARD_ROLES,
         )
 
     def _compute_score_timing(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from streamrl.dataflow import REF_LOGPROBS
 from streamrl.engines.models import activation_checkpointing
+from streamrl.engines.training import model_rank
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests import forked
@@ -62,6 +63,18 @@ def test_a_rank_with_fewer_micro_batches_computes_dummies_that_change_nothing(
     (found,) = scorer.compute_columns([COLUMNS], REF_LOGPROBS, micro_batch_tokens=1000)
     assert len(calls) == 1 + 3
     np.testing.assert_array_equal(found, expected)
+
+
+def test_groups_share_forward_passes_on_gpus_only(model_path: str, monkeypatch: pytest.MonkeyPatch):
+    scorer, calls = make_reference(model_path), list[int]()
+    scorer._backend.module.register_forward_hook(lambda *_: calls.append(1))
+    groups = [COLUMNS] * 3
+    expected = scorer.compute_columns(groups, REF_LOGPROBS, micro_batch_tokens=1000)
+    assert len(calls) == len(groups)
+    monkeypatch.setattr(model_rank, "has_run_gpus", lambda: True)
+    found = scorer.compute_columns(groups, REF_LOGPROBS, micro_batch_tokens=1000)
+    assert len(calls) == len(groups) + 1
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -152,15 +152,14 @@ def test_faster_networks_and_smaller_workloads_are_never_slower(factor: float, g
     assert pulls[1] <= pulls[0]
 
 
-def test_a_run_scores_each_group_alone_except_with_reward_models():
-    groups = 16
+def test_a_run_on_cpus_scores_each_group_alone_except_with_reward_models():
+    groups, run = 16, RunMemory({"policy": TrainerConfig(), "critic": TrainerConfig()})
     work = Workload(groups, 2, 16, make_fixed_lengths(16))
-    of_others = make_ppo_problem("llama-7b", Cluster.from_text("8xA100"), work)
-    run = RunMemory({"policy": TrainerConfig(), "critic": TrainerConfig()})
     batches = {}
-    for name, problem in {"others": of_others, "run": replace(of_others, run_memory=run)}.items():
-        placement = colocate(problem, "1-1-8", "1-1-8")
-        score = CostModel(problem).predict_timings(placement).score
-        batches[name] = {stage: timing.batch for stage, timing in score.items()}
-    assert batches["others"] == {"reward": groups, "reference": groups, "value": groups}
-    assert batches["run"] == {"reward": groups, "reference": 1, "value": 1}
+    for devices in ("8xA100", "8xCPU"):
+        problem = make_ppo_problem("llama-7b", Cluster.from_text(devices), work)
+        costs = CostModel(replace(problem, run_memory=run))
+        score = costs.predict_timings(colocate(problem, "1-1-8", "1-1-8")).score
+        batches[devices] = {stage: timing.batch for stage, timing in score.items()}
+    assert batches["8xA100"] == {"reward": groups, "reference": groups, "value": groups}
+    assert batches["8xCPU"] == {"reward": groups, "reference": 1, "value": 1}
