@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,27 +55,32 @@ Area = Callable[[str, Groups], Any]
 def run_ranks(run: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `run(rank, *arguments)` in a process per rank; return the results, on the CPU."""
     context = multiprocessing.get_context("fork")
-    pipes, processes, results = [], [], []
+    processes, results, ranks = [], dict[int, Any](), dict[Any, int]()
     for rank in range(WORLD):
         receiver, sender = context.Pipe()
         process = context.Process(target=_answer, args=(sender, run, rank, *arguments))
         process.start()
         sender.close()
-        pipes.append(receiver)
+        ranks[receiver] = rank
         processes.append(process)
     try:
-        for rank, pipe in enumerate(pipes):
-            assert pipe.poll(TIMEOUT_S), f"rank {rank} did not answer in {TIMEOUT_S:g} s"
-            result, error, reached = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
-            placements.LOG.reached |= reached
-            if error is not None:
-                raise RuntimeError(error)
-            results.append(result)
+        while ranks:
+            ready: list[Any] = wait([*ranks], TIMEOUT_S)
+            assert ready, f"ranks {[*ranks.values()]} did not answer in {TIMEOUT_S:g} s"
+            # The first error, since other ranks wait for the one that raised it.
+            for pipe in ready:
+                result, error, reached = torch.load(
+                    io.BytesIO(pipe.recv_bytes()), weights_only=False
+                )
+                placements.LOG.reached |= reached
+                if error is not None:
+                    raise RuntimeError(error)
+                results[ranks.pop(pipe)] = result
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return results
+    return [results[rank] for rank in range(WORLD)]
 
 
 def _answer(pipe: Any, run: Callable[..., Any], rank: int, *arguments: Any) -> None:

@@ -48,6 +48,7 @@ from streamrl.engines.training.ema_reference import EmaReference
 from streamrl.engines.training.model_trainer import ModelTrainer
 from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.tasks import (
+    CriticTask,
     PolicyTask,
     SampleJoiner,
     TrainingTask,
@@ -87,12 +88,14 @@ def make_task(kind: str, path: str, groups: Groups) -> TrainingTask:
         near = CorrectionConfig(second_moment_threshold=0.04)
         return make_policy_task(path, AlgorithmConfig(name="grpo", correction=near), groups)
     policy = make_policy_task(path, AlgorithmConfig(name="ppo"), groups)
+    if kind == "critic, lora":
+        return CriticTask(path, policy.spec, policy.settings, 0.2)
     return TwoHeadedTask(path, policy.spec, policy.settings, 1.0, value_clip=0.2)
 
 
 def make_trainer(kind: str, path: str, groups: Groups) -> ModelTrainer:
     config = TrainerConfig(
-        backend="torch", dtype="float32", lora_rank=2 if kind == "lora" else 0, lr=1e-3
+        backend="torch", dtype="float32", lora_rank=2 if "lora" in kind else 0, lr=1e-3
     )
     return ModelTrainer(make_task(kind, path, groups), config=config)
 
@@ -361,7 +364,6 @@ def compare_rewards(path: str, groups: Groups) -> Measurements:
         AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
         rows = [[5, 6, 7], [8, 9, 10, 11, 12]]
         (on_gpu,) = compute_on_rank(0, 0, folder, {}, [rows])
-        dist.destroy_process_group()
         with hide_gpu():
             (on_cpu,) = compute_on_rank(0, 0, folder, {}, [rows])
     return {"difference": max(abs(a - b) for a, b in zip(on_gpu, on_cpu, strict=True))}
@@ -377,7 +379,6 @@ def compare_windows(path: str, groups: Groups) -> Measurements:
             with context:
                 model = make_reference(folder)
                 scores += model.compute_columns([columns], "ref_logprobs", micro_batch_tokens=64)
-                dist.destroy_process_group()
     return {"difference": float(np.abs(scores[0] - scores[1]).max())}
 
 
@@ -431,11 +432,14 @@ def save_and_continue(path: str, groups: Groups) -> Measurements:
         path = save(tiny_model(tied=True, seed=0), Path(folder))  # with a tokenizer
         groups = make_groups()
         on_gpu = save_and_repeat(path, groups)
+        critic = make_trainer("critic, lora", path, groups)  # has a head without adapters
+        written = {*on_gpu["written"], *(t.device.type for _, t in critic.merged_state())}
+        critic.close()
         with hide_gpu():
             on_cpu = save_and_repeat(path, groups)
     return {
         "repeats": on_gpu["repeats"],
-        "written": on_gpu["written"],
+        "written": sorted(written),
         **{
             name: find_max_difference(on_gpu[name], on_cpu[name])
             for name in ("parameters", "saved model", "EMA reference", "logprobs")

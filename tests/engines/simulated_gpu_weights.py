@@ -37,7 +37,8 @@ class FakeWorker:
     streamrl_loader: weight_loader.WorkerLoader
 
     def __init__(self, path: str) -> None:
-        self.model = load_model(path, dtype=torch.float32)
+        # As vLLM does, whatever the loader of trainers' models does.
+        self.model: Any = load_model(path, dtype=torch.float32).to(torch.device(GPU_0))
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(quantization=None),
             parallel_config=SimpleNamespace(rank=0, world_size=1),
