@@ -217,17 +217,14 @@ class Dataflow:
         same version.
         """
         graph, holds = self.graph, {c.stage: (c.role, c.followed_role) for c in self.calls}
+        # The policy's trainer publishes the moving reference, too.
+        trainers = {EMA_REFERENCE: self._trainers[POLICY], **self._trainers}
         return [
-            (self._trainers[_get_publishing_role(call.followed_role)], call)
+            (trainers[call.followed_role], call)
             for call in self.ordered_calls
             if call.followed_role
             and all(holds[s] != holds[call.stage] for s in nx.ancestors(graph, call.stage))
         ]
-
-
-def _get_publishing_role(followed: str) -> str:
-    """Return the trained role that publishes the versions of a followed role."""
-    return POLICY if followed == EMA_REFERENCE else followed
 
 
 def build_dataflow(

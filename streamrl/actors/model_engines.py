@@ -32,11 +32,8 @@ def make_model_trainer(config: RunConfig, max_length: int, rank: int, role: str)
 
 def _make_task(config: RunConfig, max_length: int, role: str) -> TrainingTask:
     """Make the loss of a trained role: policy, critic, or a policy with a value head."""
-    path, spec, settings = (
-        config.get_model_path(role),
-        config.algorithm.spec,
-        config.algorithm_settings,
-    )
+    path = config.get_model_path(role)
+    spec, settings = config.algorithm.spec, config.algorithm_settings
     options = ModelLoadOptions(config.get_trainer_config(role).attention, max_length)
     temperature, clip = config.generator.temperature, config.critic.value_clip
     if role == POLICY and config.critic.shared_coef is not None:
@@ -68,11 +65,7 @@ def make_scoring_rank(config: RunConfig, max_length: int, rank: int, call: Model
         return load_rank(split, rank)
     ranks = config.get_ranks_config(call)
     options = ModelLoadOptions(ranks.attention, max_length, config.scorer.offload)
-    spec, settings, clip = (
-        config.algorithm.spec,
-        config.algorithm_settings,
-        config.critic.value_clip,
-    )
+    spec, settings = config.algorithm.spec, config.algorithm_settings
     task: ModelTask
     if call.role == REFERENCE_CALL.role:
         temperature = config.generator.temperature
@@ -80,5 +73,6 @@ def make_scoring_rank(config: RunConfig, max_length: int, rank: int, call: Model
     else:
         shares_policy = call.followed_role == POLICY
         path = config.get_model_path(call.followed_role)
+        clip = config.critic.value_clip
         task = CriticTask(path, spec, settings, clip, shares_policy=shares_policy, options=options)
     return ModelRank(task, config=ranks, rank=rank)

@@ -263,11 +263,8 @@ class RewardActor(LeadingRankActor):
         assert scorer is not None
         loops = []
         for stage, call in zip(self._stages, self._calls, strict=True):
-            score, in_flight = (
-                scorer.functions[stage.name],
-                InFlightWork(ConcurrencyLimit(2 * batch)),
-            )
-            loops.append(score_groups(stage, score, call.needs, in_flight, batch))
+            score, limit = scorer.functions[stage.name], ConcurrencyLimit(2 * batch)
+            loops.append(score_groups(stage, score, call.needs, InFlightWork(limit), batch))
         try:
             await self._run_loops(loops, None)
         finally:

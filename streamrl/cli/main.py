@@ -31,7 +31,7 @@ COMMANDS = {
     "score": "score existing completions with a run's rewards",
     "config": "list config keys, reward kinds and algorithms, or show a config's model calls",
     "data": "check prompt files and list rows that a run cannot use",
-    "plan": "find the best placement of a run on a cluster, and explain why others lost",
+    "plan": "find the best placement of a run on a cluster",
     "simulate": "simulate a run's placement on a cluster in virtual time",
     "calibrate": "fit the planner's cost constants to a run",
     "episodes": "show recorded rollouts turn by turn, as text or JSON",

@@ -366,9 +366,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"proposals of each random search ({DEFAULT_PROPOSALS})",
     )
-    parser.add_argument(
-        "--explain", action="store_true", help="show the best of every other kind of placement"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         *("-o", "--output"),
@@ -386,7 +383,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report.to_json(settings)))
     else:
-        print(report.to_text(settings, explain=arguments.explain))
+        print(report.to_text(settings))
     return 0 if report.best_row is not None else 1
 
 

@@ -10,6 +10,7 @@ load data.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from streamrl.errors import ConfigError
@@ -178,10 +179,6 @@ def collect_from_stages(mesh: WorkerMesh, answers: Sequence[Any]) -> Any:
     return join_answers([answer_of_stage[stage] for stage in range(mesh.train.pp_size)])
 
 
-def _get_train_layout(mesh: WorkerMesh) -> RankAssignment:
-    return mesh.train
-
-
 def _get_serving_layout(mesh: WorkerMesh) -> RankAssignment:
     if mesh.serving is None:
         raise ValueError(
@@ -190,16 +187,12 @@ def _get_serving_layout(mesh: WorkerMesh) -> RankAssignment:
     return mesh.serving
 
 
-def _make_flat_layout(mesh: WorkerMesh) -> RankAssignment:
-    return RankGrid(1, 1, mesh.size).assign_ranks()
-
-
-SPLIT_OVER_ALL = split_rows(_make_flat_layout)
+SPLIT_OVER_ALL = split_rows(lambda mesh: RankGrid(1, 1, mesh.size).assign_ranks())
 PROTOCOLS: dict[str, TransferProtocol] = {
     "ONE_TO_ALL": TransferProtocol(broadcast_to_all, collect_from_all),
     "ALL_TO_ALL": TransferProtocol(scatter_lists, collect_from_all),
     "DP": SPLIT_OVER_ALL,
-    "P3D": split_rows(_get_train_layout),
+    "P3D": split_rows(attrgetter("train")),
     "P3D_ALL_MICRO_DP": split_rows(_get_serving_layout),
     "P3D_PP_ONLY": TransferProtocol(broadcast_to_all, collect_from_stages),
     # Metrics stay a list with an item per rank.

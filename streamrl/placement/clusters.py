@@ -176,7 +176,7 @@ class Cluster:
     @cached_property
     def is_uniform(self) -> bool:
         """Whether all nodes have the same devices and network."""
-        return len(set(self._node_kinds)) == 1
+        return len({replace(group, num_nodes=1) for group in self.node_groups}) == 1
 
     @cached_property
     def group_starts(self) -> list[int]:
@@ -194,10 +194,6 @@ class Cluster:
         at = bisect_right(self.group_starts, device) - 1
         before = sum(group.num_nodes for group in self.node_groups[:at])
         return before + (device - self.group_starts[at]) // self.node_groups[at].devices_per_node
-
-    @property
-    def _node_kinds(self) -> list[NodeGroup]:
-        return [replace(group, num_nodes=1) for group in self.node_groups]
 
     def __str__(self) -> str:
         return ",".join(map(str, self.node_groups))

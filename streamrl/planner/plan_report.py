@@ -139,11 +139,10 @@ class PlanReport:
         used = {device for assignment in assignments for device in assignment.mesh.devices}
         return self.problem.cluster.num_devices - len(used)
 
-    def to_text(self, settings: Mapping[str, Any], *, explain: bool) -> str:
+    def to_text(self, settings: Mapping[str, Any]) -> str:
         """Format the report as text.
 
-        settings: settings in which the written config differs from the run's. explain: list
-        the best of every other kind of placement.
+        settings: settings in which the written config differs from the run's.
         """
         lines = [describe_problem(self.config, self.problem), ""]
         if self.front:
@@ -154,13 +153,14 @@ class PlanReport:
             else self._describe_best(*self.best_row)
         )
         lines += [f"  written with {_format_settings(settings)}"] if settings else []
-        lines += ["", *self._describe_others()] if explain and self.best_row is not None else []
         notes = self._describe_absences()
         return "\n".join([*lines, "", *notes] if notes else lines)
 
     def _describe_no_fit(self) -> list[str]:
         bound = f" with pipeline.max_staleness={self.own_bound}" if self.front else ""
-        lines = [f"nothing fits{bound}", *self._describe_others()[1:]]
+        kinds = [(kind.label, kind.estimate.infeasible_reason) for kind in self.plan.candidates]
+        misfits = [f"  {label}: infeasible: {why}" for label, why in kinds if why]
+        lines = [f"nothing fits{bound}", *misfits]
         if self.front:
             return lines
         if not self.fixes:
@@ -197,18 +197,6 @@ class PlanReport:
             format_count(result.tokens_per_s),
             f"{result.staleness_mean:.2f}",
         ]
-
-    def _describe_others(self) -> list[str]:
-        lines = ["best placement of every kind, by step time:"]
-        for candidate in self.plan.candidates:
-            label = candidate.label
-            if candidate.estimate.infeasible_reason:
-                lines.append(f"  {label}: infeasible: {candidate.estimate.infeasible_reason}")
-            else:
-                step, idle = candidate.step_s, format_percent(candidate.estimate.device_idle)
-                lines.append(f"  {label}: {format_seconds(step)} s a step, {idle} idle")
-                lines.append(f"    {candidate.placement}")
-        return lines
 
     def _describe_absences(self) -> list[str]:
         bounds: dict[str, list[str]] = {}

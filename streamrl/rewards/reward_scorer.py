@@ -163,21 +163,18 @@ def _list_turns(
             TokenSource(int(source[start])).name.lower(), "".join(pieces) + rest, end - start
         )
         if is_sampled:
+            versions = groupby(tokens["policy_version"][start:end].tolist())
             reward, outcome = next(sampled_turns, (None, None))
             turn = msgspec.structs.replace(
                 turn,
                 reward=None if reward is None else float(reward),
                 outcome=None if outcome is None else TurnOutcome(int(outcome)).name.lower(),
-                versions=_count_runs(tokens["policy_version"][start:end]),
+                versions=tuple((version, len(list(run))) for version, run in versions),
                 piece_lengths=tuple(map(len, pieces)),
                 logprobs=_round_logprobs(tokens["generator_logprobs"][start:end][: len(pieces)]),
             )
             max_detailed -= len(pieces)
         yield turn
-
-
-def _count_runs(versions: Array) -> tuple[tuple[int, int], ...]:
-    return tuple((version, len(list(run))) for version, run in groupby(versions.tolist()))
 
 
 def _round_logprobs(logprobs: Array) -> tuple[float | None, ...]:

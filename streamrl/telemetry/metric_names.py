@@ -82,10 +82,6 @@ class MetricSpec:
     def is_pattern(self) -> bool:
         return "<" in self.name
 
-    @property
-    def is_histogram(self) -> bool:
-        return self.name == STALENESS_HISTOGRAM
-
     def matches_name(self, name: str) -> bool:
         """Return whether a logged name is this metric; a placeholder stands for any segment."""
         return re.fullmatch(re.sub("<[a-z]+>", "[^/]+", self.name), name) is not None
@@ -125,7 +121,7 @@ def validate_row(row: MetricsRow) -> None:
     spec requires it.
     """
     for name, value in row.items():
-        expected_type = Histogram if find_metric(name).is_histogram else Real
+        expected_type = Histogram if find_metric(name).name == STALENESS_HISTOGRAM else Real
         if not isinstance(value, expected_type) or isinstance(value, bool):
             raise ValueError(f"metric {name}={value!r}: must be a {expected_type.__name__}")
 

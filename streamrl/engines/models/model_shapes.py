@@ -306,10 +306,8 @@ def load_model_shape(model: str) -> ModelShape:
 
 def _from_huggingface(config: Mapping[str, Any], location: str) -> ModelShape:
     """Convert a Hugging Face config; of a multimodal one, only the language model."""
-    name, hint = (
-        Path(location).parent.name,
-        "; a config.json with a language model's sizes would do",
-    )
+    name = Path(location).parent.name
+    hint = "; a config.json with a language model's sizes would do"
     text, architectures = config.get("text_config"), config.get("architectures")
     if isinstance(text, Mapping):
         config, location = {**config, **text}, f"{location}: text_config"

@@ -21,6 +21,7 @@ class Calculator:                   tools: its other public methods
 import asyncio
 import contextvars
 import copy
+import importlib
 import inspect
 import json
 import os
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import ModuleType
 from typing import Any
 
 from streamrl.environments.config import (
@@ -73,7 +75,6 @@ from streamrl.environments.tool_sources.python_tools import (
 )
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, ServiceOutageError
 from streamrl.files.bounded_read import MIB
-from streamrl.files.optional_package import import_optional
 from streamrl.files.python_module import FileFunction, load_referenced_class, make_file_function
 from streamrl.messages import Prompt
 from streamrl.user_code.checks import format_returned, to_finite_float
@@ -755,3 +756,18 @@ class EnvironmentHost:
             await asyncio.wait({running}, timeout=2 * CANCEL_TIMEOUT_S)
         if environment is not None:
             await environment.close()
+
+
+def import_optional(module: str, *, setting: str, extra: str) -> ModuleType:
+    """Import a module that imports a package which an extra of streamrl installs.
+
+    setting: setting that needs it, as key=value. Raises ConfigError that names the extra if the
+    package, or what the module takes from it, is missing; the error of an import within streamrl
+    stays as it is.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if (error.name or "").startswith("streamrl"):
+            raise
+        raise ConfigError(f"{setting}: {error}; run pip install 'streamrl[{extra}]'") from error

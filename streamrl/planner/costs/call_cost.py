@@ -121,11 +121,6 @@ def train_passes(constants: CostConstants) -> int:
     return FORWARD_BACKWARD_PASSES + constants.recompute
 
 
-def routed_flops(shape: ModelShape) -> float:
-    """Return a token's forward FLOPs in the experts that routers choose for it, over all layers."""
-    return 2 * shape.moe_layers * shape.experts_per_token * shape.expert_params
-
-
 def compute_achieved_fraction(fraction: float, width: float, constants: CostConstants) -> float:
     """Return the fraction of peak FLOP/s that products with matrices of this width achieve.
 
@@ -364,8 +359,9 @@ class CallCost:
         fraction: achieved fraction of peak FLOP/s for wide matrices.
         Expert parallelism does not change the FLOPs of a replica: as many as its own tokens need.
         """
-        routed = routed_flops(self.shape)
         constants, shape = self.constants, self.shape
+        # In the experts that routers choose for a token, over all layers.
+        routed = 2 * shape.moe_layers * shape.experts_per_token * shape.expert_params
         peak_flops_per_s = self.slowest_device.flops_per_s * self.pp_size * self.tp_size
         dense_fraction = compute_achieved_fraction(fraction, shape.hidden / self.tp_size, constants)
         expert_fraction = compute_achieved_fraction(fraction, self._expert_width, constants)

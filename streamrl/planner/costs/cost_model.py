@@ -107,7 +107,9 @@ class CostModel:
         self._score_timing = cache(self._compute_score_timing)
         self._train_timing = cache(self._compute_train_timing)
         self._weights_timing = cache(self._compute_weights_timing)
-        self._generation_model = cache(self._make_generation_model)
+        self._generation_model = cache(
+            lambda stage: GenerationModel(self._call_workload(stage).sampled_workload)
+        )
         self._call_duration = cache(self._compute_call_duration)
         self._call_footprint = cache(self._compute_footprint)
         self._find_misfit = cache(self._compute_misfit)
@@ -237,9 +239,6 @@ class CostModel:
             return score_duration_s(score_timing, cost.workload, cost.workload.group_size)
         train_timing = self._train_timing(stage, assignment)
         return train_duration(train_timing, cost.workload).total_s + train_timing.step_s
-
-    def _make_generation_model(self, stage: str) -> GenerationModel:
-        return GenerationModel(self._call_workload(stage).sampled_workload)
 
     def _free_bytes_alone(self, stage: str, assignment: CallAssignment) -> float | None:
         """Return the bytes left on devices without other calls; None if the call does not fit."""

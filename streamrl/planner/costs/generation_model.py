@@ -475,10 +475,8 @@ class GenerationModel:
         if end > undelayed_end:
             # On the slowest replica a single rollout continues at the end.
             edges, overhead_s = [*edges, end], [*overhead_s, 0.0]
-            running, resident = (
-                [*running, 1.0],
-                [*resident, self.workload.prompt_tokens + undelayed_end],
-            )
+            running = [*running, 1.0]
+            resident = [*resident, self.workload.prompt_tokens + undelayed_end]
         rollouts = self.count_max_replica_groups(timing.replicas) * self.rollouts_per_group
         slots = self.count_slots(timing)
         if rollouts > slots:

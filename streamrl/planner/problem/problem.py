@@ -154,7 +154,3 @@ class PlacementEstimate:
     memory_bytes: float = math.nan
     free_bytes: float = math.nan
     infeasible_reason: str = ""
-
-    @classmethod
-    def make_infeasible(cls, why: str) -> "PlacementEstimate":
-        return cls(math.inf, infeasible_reason=why)

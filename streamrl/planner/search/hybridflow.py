@@ -161,7 +161,7 @@ class ParallelismChoices:
             if self.problem.dataflow.calls_by_role[role][0].kind is CallKind.SCORE
         ]
         self.compute_alone_duration_s = cache(self._compute_alone_duration)
-        self._find_min_generation_s = cache(self._compute_min_generation_s)
+        self._find_min_generation_s = cache(self.estimator.estimate_min_generation_s)
         self._find_role_bytes = cache(self._compute_role_bytes)
         self._sorted_options = cache(self._sort_options)
         self._fit_on_canonical = cache(self._fit_on_one_mesh)
@@ -205,9 +205,6 @@ class ParallelismChoices:
             mesh = self.find_canonical_mesh(assignment.mesh)
             return self._find_min_generation_s(replace(assignment, mesh=mesh), ahead)
         return seconds
-
-    def _compute_min_generation_s(self, assignment: CallAssignment, ahead: int) -> float:
-        return self.estimator.estimate_min_generation_s(assignment, ahead)
 
     def estimate_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
         """Estimate the seconds per step in which a role keeps its devices busy.

@@ -478,10 +478,6 @@ class ScoreBatch:
     stage: str
     groups: Sequence[SimulatedGroup]
 
-    @property
-    def newest_version(self) -> int:
-        return max(group.admitted_version for group in self.groups)
-
 
 class SimulatedScorer:
     """Simulated scorer, which serves all stages of a role.
@@ -534,11 +530,8 @@ class SimulatedScorer:
 
     def _enqueue_batches(self, batches: Sequence[ScoreBatch]) -> None:
         for batch in batches:
-            if (
-                self._weight_puller is not None
-                and self._find_required_version(batch.newest_version)
-                > self._weight_puller.loaded_version
-            ):
+            newest = self._find_required_version(max(g.admitted_version for g in batch.groups))
+            if self._weight_puller is not None and newest > self._weight_puller.loaded_version:
                 self._awaiting_version.append(batch)
             else:
                 self._ready_batches.append(batch)

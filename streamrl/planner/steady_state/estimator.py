@@ -4,7 +4,7 @@ The estimate takes milliseconds to compute. The dataflow is unrolled over steps
 (`list_scheduler.py`). A call waits for its columns, for versions within `max_staleness`, and for
 devices; a busy mesh blocks all meshes that overlap it. With streaming, calls on separate devices
 process the groups of a step as they arrive. Generation ahead overlaps all other calls, with
-rollouts of several steps (`overlapping_steps.py`).
+rollouts of several steps (`OverlappedGeneration`).
 """
 
 import itertools
@@ -109,7 +109,7 @@ class PlacementEstimator:
     def estimate(self, placement: Placement) -> PlacementEstimate:
         reason = self.costs.explain_infeasible(placement)
         if reason:
-            return PlacementEstimate.make_infeasible(reason)
+            return PlacementEstimate(math.inf, infeasible_reason=reason)
         timings = self.costs.predict_timings(placement)
         step_s, calls = self.estimate_step_s(placement), placement.assignments
         busy_s = dict.fromkeys((call.stage for call in self.call_graph.calls), 0.0)

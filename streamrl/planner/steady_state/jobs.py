@@ -148,10 +148,8 @@ class JobGraph:
         return [calls[stage] for stage in scores if stage in calls]
 
     def score_duration_s(self, call: ModelCall) -> float:
-        timing, per_group = (
-            self.timings.score[call.stage],
-            self.call_graph.count_rollouts(call, self.workload),
-        )
+        timing = self.timings.score[call.stage]
+        per_group = self.call_graph.count_rollouts(call, self.workload)
         seconds = score_duration_s(
             timing, self.workload, per_group, singly=self.has_single_group_arrivals
         )
@@ -224,7 +222,9 @@ class JobGraph:
         """
         weights = self.find_weights_timing(call.stage)
         delay_s = weights.publish_s + weights.pull_s - weights.pause_s
-        lag, interval = 1 + self.placement.max_staleness, self._find_version_interval(call)
+        lag = 1 + self.placement.max_staleness
+        # An EMA reference changes in every step.
+        interval = 1 if call.followed_role == EMA_REFERENCE else self.publish_every
         dependencies = [
             JobDependency(update, lag, True, delay_s=delay_s, step_interval=interval)
             for update in self.train_jobs
@@ -233,10 +233,6 @@ class JobGraph:
         return StepJob(
             call.stage, mesh, pause, dependencies, step_interval=interval, first_step=lag
         )
-
-    def _find_version_interval(self, call: ModelCall) -> int:
-        """Return the steps between two versions; an EMA reference changes in every step."""
-        return 1 if call.followed_role == EMA_REFERENCE else self.publish_every
 
     def _make_score_job(self, call: ModelCall, pull: int | None) -> StepJob:
         dependencies = self._make_data_dependencies(call)

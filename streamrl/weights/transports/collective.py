@@ -591,7 +591,8 @@ class CollectiveReader(TransportReader):
         deadline = SharedDeadline(self._timeout_s + join_s + estimate_send_s(manifest.num_bytes))
         try:
             store = self._join_store(epoch, deadline)
-            if not self._is_new_member(epoch):
+            # A reader that joined after the epoch began is in the next one.
+            if self._epoch is not None or self._name in epoch.members:
                 return self._receive_buckets(store, epoch, manifest, deadline)
         except (RuntimeError, WeightsError) as error:
             self._group = None
@@ -621,10 +622,6 @@ class CollectiveReader(TransportReader):
             self._address = (epoch.host, epoch.port)
             self._group = None
         return self._store
-
-    def _is_new_member(self, epoch: GroupEpoch) -> bool:
-        """Return True if this reader joined after the epoch began; the next epoch includes it."""
-        return self._epoch is None and self._name not in epoch.members
 
     def _request_membership(self) -> None:
         """Ask the publisher, if reachable, to include this reader in the next group epoch."""

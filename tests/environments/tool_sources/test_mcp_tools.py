@@ -16,6 +16,7 @@ import pytest
 
 from streamrl.environments.config import ToolConfig
 from streamrl.environments.hosts import environment_host
+from streamrl.environments.hosts.environment_host import import_optional
 from streamrl.environments.interface import CallOutcome
 from streamrl.environments.tool_calls.call_formats import check_call
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
@@ -23,7 +24,6 @@ from streamrl.environments.tool_calls.tool_schema import get_tool_name
 from streamrl.environments.tool_sources.mcp_tools import McpTools
 from streamrl.environments.tool_sources.python_tools import ToolAnswer
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError
-from streamrl.files.optional_package import import_optional
 from tests.descendants import descendants
 from tests.environments.tool_sources import raw_mcp_server
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.planner.steady_state.overlapping_steps import OverlappedGeneration, RolloutProfile
+from streamrl.planner.steady_state.list_scheduler import OverlappedGeneration, RolloutProfile
 from tests.planner.notations import sampler
 
 TIMING = sampler(0.01, rollout_s=0.001)
