@@ -7,8 +7,8 @@ PYTHON ?= python3 python3.11 python3.12
 FITS := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 # More for pytest, as in: make test ARGS="tests/buffer -x"
 ARGS ?=
-# Parallel test processes: one more than two cores, since tests wait for processes of their own.
-PROCESSES ?= 3
+# Parallel test processes: two for each of two cores, since tests wait for processes of their own.
+PROCESSES ?= 4
 # Seed of the kills (which actor, when), as in: make test-chaos SEED=3 ARGS="--only shard"
 SEED ?= 0
 

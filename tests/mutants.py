@@ -490,8 +490,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "planner/simulator/simulated_engine.py",
-        "newest = max(running, key=itemgetter(1))",
-        "newest = min(running, key=itemgetter(1))",
+        "end, slot, group, start, context = self._started.pop()",
+        "end, slot, group, start, context = self._started.pop(0)",
         "tests/planner/simulator/test_simulated_engine.py",
     ),
     Mutant(

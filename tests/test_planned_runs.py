@@ -85,7 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 REFUSED = {
     ("gpt_neox", "2xH100"): {"placement.mode"},
     ("qwen3_moe", "2xH100"): {"generator.tensor_parallel", "trainer.tensor_parallel"},
-    ("mixtral", "2xCPU"): {"generator.tensor_parallel", "trainer.tensor_parallel"},
+    ("mixtral", "2xCPU"): {"trainer.tensor_parallel"},
 }
 """Settings named when train refuses placements, by family and cluster."""
 
