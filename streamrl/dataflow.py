@@ -218,9 +218,9 @@ class Dataflow:
         """
         graph, holds = self.graph, {c.stage: (c.role, c.followed_role) for c in self.calls}
         # The policy's trainer publishes the moving reference, too.
-        trainers = {EMA_REFERENCE: self._trainers[POLICY], **self._trainers}
+        publishers = {EMA_REFERENCE: POLICY}
         return [
-            (trainers[call.followed_role], call)
+            (self._trainers[publishers.get(call.followed_role, call.followed_role)], call)
             for call in self.ordered_calls
             if call.followed_role
             and all(holds[s] != holds[call.stage] for s in nx.ancestors(graph, call.stage))
