@@ -88,8 +88,14 @@ class RankCalls:
                 await self.holds_version.wait()
                 async with self.exclude_others():
                     if self.holds_version.is_set():
-                        await self.call_each_rank("score_groups", arguments)
-                        return
+                        call = asyncio.create_task(self.call_each_rank("score_groups", arguments))
+                        try:
+                            await asyncio.shield(call)
+                            return
+                        finally:
+                            # Ranks finish a call whose leader was cancelled; the next must not
+                            # begin on some of them before.
+                            await asyncio.wait({call})
         finally:
             self._loads = [*map(sub, self._loads, added)]
 

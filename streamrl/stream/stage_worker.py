@@ -148,7 +148,8 @@ class _InFlightTask:
 class InFlightWork:
     """Tasks of a stage that work on leased groups, and the slots that they occupy.
 
-    max_tasks: most tasks at a time; groups that become ready meanwhile are leased together.
+    max_tasks: no group is leased while so many tasks run; those that become ready meanwhile are
+      leased together.
     """
 
     def __init__(self, limit: ConcurrencyLimit, max_tasks: float = math.inf) -> None:

@@ -113,3 +113,24 @@ async def test_groups_that_become_ready_while_ranks_score_share_the_next_call():
     await asyncio.sleep(10.0)
     leading.cancel()
     assert calls == [[UIDS[0]], [UIDS[1]], list(UIDS[2:5])]
+
+
+@in_virtual_time
+async def test_a_cancelled_call_ends_on_the_ranks_before_the_next_begins():
+    log: list[str] = []
+
+    class Rank:
+        async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
+            log.append("begins")
+            await asyncio.sleep(10.0)
+            log.append("ends")
+
+    config = TrainerConfig(world_size=1)
+    ranks = RankCalls(["critic-0"], [FakeActor(Rank())], config, is_collective=True)
+    scoring = asyncio.create_task(ranks.score_groups("value", [make_experience(0, 1)]))
+    await asyncio.sleep(1.0)
+    scoring.cancel()
+    async with ranks.exclude_others():
+        log.append("next")
+    assert log == ["begins", "ends", "next"]
+    assert scoring.cancelled()

@@ -390,18 +390,16 @@ class DeviceMemory:
     def compute_memory_by_stage(self) -> dict[str, CallMemory]:
         """Return, by stage, the memory of a call per device, including the used KV cache.
 
-        Weights that several calls share count for the first of these calls.
+        Weights and KV cache that several calls share count for the first of these calls.
         """
         memory: dict[str, CallMemory] = {}
         seen: set[str] = set()
         for stage, footprint in self.footprints.items():
-            resident = 0.0 if footprint.weights_key in seen else footprint.memory.resident_bytes
-            active = footprint.memory.active_bytes
-            if footprint.kind is CallKind.GENERATE and self.keeps_kv:
-                resident += self.compute_kv_cache_bytes(stage)
-            elif footprint.kind is CallKind.GENERATE:
-                active += self.compute_kv_cache_bytes(stage)
-            memory[stage] = CallMemory(resident, active)
+            is_first, own = footprint.weights_key not in seen, footprint.memory
+            has_kv = is_first and footprint.kind is CallKind.GENERATE
+            kv = self.compute_kv_cache_bytes(stage) if has_kv else 0.0
+            resident = is_first * own.resident_bytes + self.keeps_kv * kv
+            memory[stage] = CallMemory(resident, own.active_bytes + (not self.keeps_kv) * kv)
             seen.add(footprint.weights_key)
         return memory
 
