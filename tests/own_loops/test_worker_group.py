@@ -224,7 +224,7 @@ def test_a_hung_worker_is_reported_at_the_deadline_of_its_method(pool: ResourceP
     group = WorkerGroup(pool, Saver, mesh=make_mesh("1-1-1"), timeout_s=2.0)
     group.save().get()
     pending = group.sleep(60.0)
-    with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 2 s from rank 0"):
+    with pytest.raises(DeadlineError, match=r"Saver\.sleep: no answer within 2 s from rank 0"):
         pending.get()
     group.close()
 
