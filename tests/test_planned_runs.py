@@ -67,7 +67,11 @@ IN_TURN = [
     for shift in (0, 2)
 ]
 """Each recipe on two clusters, each cluster with recipes of every kind."""
-SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=16")
+SHORT = (
+    "generator.max_new_tokens=12",
+    "data.max_prompt_tokens=null",
+    "pipeline.groups_per_step=16",
+)
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
