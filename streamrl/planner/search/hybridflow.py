@@ -219,11 +219,10 @@ class ParallelismChoices:
         """Return the parallelisms of a role that fit alone on a mesh, fastest first."""
         return self._sorted_options(role, mesh)
 
-    def find_smallest(self, role: str, mesh: Mesh) -> CallAssignment:
-        return min(
-            self._list_all_options(role, mesh),
-            key=lambda option: self._find_role_bytes(role, option),
-        )
+    def find_smallest(self, role: str, mesh: Mesh) -> CallAssignment | None:
+        """Return the parallelism with the fewest bytes; None if the rules allow none."""
+        options = self._list_all_options(role, mesh)
+        return min(options, key=lambda option: self._find_role_bytes(role, option), default=None)
 
     def _sort_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
         options = self._list_all_options(role, mesh)

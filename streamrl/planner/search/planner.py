@@ -346,7 +346,10 @@ class PlacementPlanner:
                 {role: halves[role in self.choices.trained_roles] for role in colocated}
             )
         for meshes in mesh_choices:
-            roles = {role: self.choices.find_smallest(role, mesh) for role, mesh in meshes.items()}
+            found = {role: self.choices.find_smallest(role, mesh) for role, mesh in meshes.items()}
+            roles = {role: option for role, option in found.items() if option is not None}
+            if len(roles) < len(found):
+                continue
             placement = self.choices.make_placement(roles)
             if self._format_kind(placement) not in feasible_kinds:
                 candidate = self._make_candidate(placement)
