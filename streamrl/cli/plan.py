@@ -176,9 +176,6 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
 
     Without --prompt-tokens the prompt lengths are measured on the run's data files.
     """
-    for split in filter(None, map(config.find_split_reward, REWARD_ROLES)):
-        size = split.options.world_size
-        raise ConfigError(f"{split.key}.world_size={size}: plans have reward models whole; set 1")
     cluster = Cluster.from_text(arguments.cluster)
     constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:
@@ -616,6 +613,9 @@ def _diff_settings(
         old = before.get(key)
         if isinstance(value, dict) and isinstance(old, dict):
             changed |= _diff_settings(old, value, f"{prefix}{key}.")
+        elif key in ("rewards", "costs"):
+            for i, (old_entry, entry) in enumerate(zip(old or (), value, strict=True)):
+                changed |= _diff_settings(old_entry, entry, f"{prefix}{key}[{i}].")
         elif value != old:
             changed[f"{prefix}{key}"] = value
     return changed

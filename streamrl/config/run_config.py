@@ -332,11 +332,17 @@ class RunConfig(ConfigSections):
 
     def find_split_reward(self, role: str) -> RewardSpec[ModelOptions] | None:
         """Return a role's reward or cost whose model several ranks hold; None if there is none."""
-        entries = {REWARD_CALL.role: self.rewards, COST_CALL.role: self.costs}.get(role, ())
-        if not any(entry.kind == "model" for entry in entries):
+        if not self.list_model_rewards(role):
             return None  # without reading all options, for callers that ask often
-        score_spec = COSTS if role == COST_CALL.role else REWARDS
+        entries, score_spec = (
+            (self.costs, COSTS) if role == COST_CALL.role else (self.rewards, REWARDS)
+        )
         return find_split_model(entries, score_spec, RewardContext(self.scorer, self.sandbox))
+
+    def list_model_rewards(self, role: str) -> list[RewardConfig]:
+        """Return the entries of kind model among a role's rewards or costs."""
+        entries = {REWARD_CALL.role: self.rewards, COST_CALL.role: self.costs}.get(role, ())
+        return [entry for entry in entries if entry.kind == "model"]
 
     def get_model_path(self, role: str) -> str:
         """Return the model directory from which a trained role, policy or critic, starts."""

@@ -34,12 +34,14 @@ class PlacementMode(Enum):
 class CallAssignment:
     """Mesh of a call and its rank grid: pipeline-, tensor- and data-parallel size.
 
-    zero_stage: ZeRO stage of a trained model, as in trainer.zero_stage.
+    zero_stage: ZeRO stage of a trained model, as in trainer.zero_stage; 3 of a scoring one whose
+      data-parallel ranks share its weights.
     ep_size: expert-parallel ranks among the tensor- and data-parallel ranks of a pipeline stage;
       each holds whole experts. With 1, experts are split like all other tensors.
     is_offloaded: the call's state rests in host memory although the run's config does not say so:
       trainer.offload_optimizer of a trained model, scorer.offload of a scoring one.
     checkpointing: value of trainer.gradient_checkpointing, unless the config has one.
+    copies: groups of data-parallel ranks that ZeRO shards apart, each with a copy of the model.
     """
 
     mesh: Mesh
@@ -48,12 +50,14 @@ class CallAssignment:
     ep_size: int = 1
     is_offloaded: bool = False
     checkpointing: bool | str = False
+    copies: int = 1
 
     def __str__(self) -> str:
         experts = f" with {self.ep_size} expert ranks" if self.ep_size > 1 else ""
         saved = ", gradient_checkpointing" * bool(self.checkpointing)
         saved += f"={self.checkpointing}" * isinstance(self.checkpointing, str)
-        return f"{self.grid} on {self.mesh}{experts}{saved}{', offloaded' * self.is_offloaded}"
+        saved += ", offloaded" * self.is_offloaded + f", {self.copies} copies" * (self.copies > 1)
+        return f"{self.grid} on {self.mesh}{experts}{saved}"
 
 
 @dataclass(frozen=True)

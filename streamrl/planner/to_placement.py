@@ -9,14 +9,16 @@ from operator import attrgetter
 from typing import Any
 
 from streamrl.buffer.staleness_credits import bound_group_bytes
-from streamrl.config.role_counts import count_actors
+from streamrl.config.role_counts import count_actors, count_ranks_per_replica
 from streamrl.config.run_config import RunConfig, find_conflict_at_any_size
 from streamrl.dataflow import (
+    COST_CALL,
     COST_VALUE_CALL,
     CRITIC_ROLES,
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
+    REWARD_ROLES,
     SERVING_ROLES,
     VALUE_CALL,
     CallKind,
@@ -35,6 +37,7 @@ from streamrl.engines.models.tensor_parallel_support import (
 )
 from streamrl.engines.trainer_config import (
     PARAMETER_SHARDING_STAGE,
+    RankLayout,
     ShadowConfig,
     TrainerConfig,
 )
@@ -50,6 +53,7 @@ from streamrl.planner.costs.cost_model import make_trainer_sizes
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.hybridflow import SplitRules
 from streamrl.resharding.grids import RankGrid
+from streamrl.rewards.interface.config import RewardConfig
 from streamrl.weights.config import SHARED_MEMORY
 
 RAY_AUTO_ADDRESS = "auto"
@@ -78,19 +82,17 @@ def build_run_placement(config: RunConfig, roles: Collection[str]) -> Placement:
             continue
         devices = slots[call.role]
         mesh = Mesh(devices[0], len(devices))
-        if call.role in config.dataflow.trained_roles:
-            trainer = config.get_trainer_config(call.role)
-            grid = RankGrid(1, trainer.tensor_parallel, mesh.size // trainer.tensor_parallel)
-            calls[call.stage] = CallAssignment(mesh, grid, trainer.zero_stage)
-        elif SERVING_ROLES[call.role].ranks:
+        is_trained = call.role in config.dataflow.trained_roles
+        split, stage, copies = 1, 1, 1
+        if is_trained or count_ranks_per_replica(config, call.role) > 1:
             ranks = config.get_ranks_config(call)
-            grid = RankGrid(1, ranks.tensor_parallel, mesh.size // ranks.tensor_parallel)
-            is_sharded = ranks.world_size > ranks.tensor_parallel
-            stage = PARAMETER_SHARDING_STAGE if is_sharded else 1
-            calls[call.stage] = CallAssignment(mesh, grid, stage)
-        else:
-            split = tp_size if call.kind is CallKind.GENERATE else 1
-            calls[call.stage] = CallAssignment(mesh, RankGrid(1, split, mesh.size // split))
+            split = ranks.tensor_parallel
+            if is_trained or ranks.world_size > split:
+                stage, copies = ranks.zero_stage, mesh.size // ranks.world_size
+        elif call.kind is CallKind.GENERATE:
+            split = tp_size
+        grid = RankGrid(1, split, mesh.size // split)
+        calls[call.stage] = CallAssignment(mesh, grid, stage, copies=copies)
     return renumber_devices(Placement(calls, config.pipeline.max_staleness))
 
 
@@ -206,8 +208,12 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
     The function restricts `list_zero_stages` by the run's settings and models.
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
+    # Only the sole model of a list of rewards can be split: a process is in one group of ranks.
+    whole_roles = {role for role in REWARD_ROLES if len(config.list_model_rewards(role)) != 1}
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
+        if call.role in whole_roles:
+            return (1,) if grid.tp_size == grid.pp_size == 1 else ()
         shape = problem.models.get(call.role) or problem.models[call.followed_role]
         stages, is_trained = list_zero_stages(call, grid), call.kind is CallKind.TRAIN
         sizes = get_split_sizes(shape, is_trained=is_trained)
@@ -266,15 +272,12 @@ def _restrict_zero_stages(
 def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:
     """Return the ZeRO stages under which streamrl can run a model call on a rank grid.
 
-    Empty if streamrl cannot run the call there: pipeline parallelism is unsupported, and reward
-    models must fit one device. References and shadow critics are whole (1) or, as one copy, sharded
-    over all replicas (3). The torch backend trains tensor-parallel layers, and shards over replicas
-    fully (3) or not at all (0).
+    Empty if streamrl cannot run the call there: pipeline parallelism is unsupported. Models that
+    only score are whole (1) or, as one copy, sharded over all replicas (3). The torch backend
+    trains tensor-parallel layers, and shards over replicas fully (3) or not at all (0).
     """
     if grid.pp_size > 1:
         return ()
-    if call.kind is CallKind.SCORE and not SERVING_ROLES[call.role].ranks:
-        return (1,) if grid.tp_size == 1 else ()
     if call.kind is CallKind.SCORE and grid.dp_size > 1:
         return (1, PARAMETER_SHARDING_STAGE)
     if call.kind is not CallKind.TRAIN or grid.num_ranks == 1:
@@ -340,7 +343,8 @@ def _explain_refused_mode(
 def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
     """Return a text on two roles that a placement sizes differently, or "".
 
-    Checks only roles that take their number of actors and split from the same setting.
+    Checks only roles that take their number of actors and split from the same setting; models of
+    rewards and costs have splits of their own, and the same number of copies.
     """
     calls = {call.role: placement.assignments.get(call.stage) for call in dataflow.calls}
     sized = dict.fromkeys(CRITIC_ROLES, "critic.trainer")
@@ -349,9 +353,18 @@ def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
         roles = (role for role in sized if sized[role] == setting)
         present = [(role, call) for role in roles if (call := calls.get(role)) is not None]
         for (first, a), (second, b) in pairwise(present):
-            if replace(a, mesh=b.mesh) != b or a.mesh.size != b.mesh.size:
+            is_equal = replace(a, mesh=b.mesh) == b and a.mesh.size == b.mesh.size
+            if first in REWARD_ROLES:
+                is_equal = count_copies(a) == count_copies(b)
+            if not is_equal:
                 return f"one setting sizes both {first} and {second}, which differ: {a} and {b}"
     return ""
+
+
+def count_copies(placed: CallAssignment) -> int:
+    """Return the copies of a serving role's model, each on as many devices."""
+    is_sharded = placed.zero_stage == PARAMETER_SHARDING_STAGE
+    return placed.copies if is_sharded else placed.grid.dp_size
 
 
 def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | None:
@@ -430,6 +443,16 @@ def _compute_mesh_offsets(meshes: Mapping[str, Mesh]) -> dict[tuple[str, str], i
     }
 
 
+def _split_models(rewards: Sequence[RewardConfig], sizes: Mapping[str, int]) -> list[RewardConfig]:
+    """Return rewards, or costs, of which those with a model have ranks of these sizes."""
+    split = []
+    for reward in rewards:
+        changed = {key: size for key, size in sizes.items() if size > 1 or key in reward.options}
+        is_model = reward.kind == "model"
+        split.append(replace(reward, options=reward.options | changed) if is_model else reward)
+    return split
+
+
 def _apply_sizes(
     config: RunConfig, roles: Mapping[str, CallAssignment], max_staleness: int
 ) -> RunConfig:
@@ -450,15 +473,15 @@ def _apply_sizes(
     for role in filter(roles.__contains__, SERVING_ROLES):
         name, _, key = SERVING_ROLES[role].replicas.partition(".")
         section, placed = sections.get(name, attrgetter(name)(config)), roles[role]
-        tp_size, layout = placed.grid.tp_size, SERVING_ROLES[role].ranks
-        is_sharded = layout and placed.zero_stage == PARAMETER_SHARDING_STAGE
-        ranks = placed.mesh.size if is_sharded else tp_size
-        changes: dict[str, Any] = {key: placed.mesh.size // ranks}
-        if layout:
-            sizes = {"world_size": ranks, "tensor_parallel": tp_size}
+        layout, replicas = SERVING_ROLES[role].ranks, count_copies(placed)
+        changes: dict[str, Any] = {key: replicas}
+        sizes = vars(RankLayout(placed.mesh.size // replicas, placed.grid.tp_size))
+        if role in REWARD_ROLES:
+            entries = "costs" if role == COST_CALL.role else "rewards"
+            sections[entries] = _split_models(vars(config)[entries], sizes)
+        elif layout:
             nested = layout.removeprefix(f"{name}.").rpartition(".")[0]
-            shadow = {nested: replace(getattr(section, nested), **sizes)} if nested else sizes
-            changes |= shadow
+            changes |= {nested: replace(getattr(section, nested), **sizes)} if nested else sizes
         sections[name] = replace(section, **changes)
     if any(roles[role].is_offloaded for role in SERVING_ROLES if role in roles):
         sections["scorer"] = replace(sections.get("scorer", config.scorer), offload=True)

@@ -24,7 +24,6 @@ from streamrl.planner.problem.workload import (
     Workload,
     make_fixed_lengths,
 )
-from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.kinds.model import ModelOptions
 
 
@@ -105,11 +104,13 @@ def _compute_score_tokens(config: RunConfig) -> dict[str, int]:
     """
     tokens_by_role = {}
     for call in config.dataflow.select_calls(CallKind.SCORE):
-        reward = _find_model_reward(config, call.role) if call.role in REWARD_ROLES else None
-        batch_tokens = (
-            reward.options.get("batch_tokens", ModelOptions.batch_tokens) if reward else None
-        )
-        tokens_by_role[call.role] = int(batch_tokens or config.pipeline.micro_batch_tokens)
+        tokens = config.pipeline.micro_batch_tokens
+        if rewards := config.list_model_rewards(call.role):
+            tokens = rewards[0].options.get("batch_tokens", ModelOptions.batch_tokens)
+        elif call.role not in REWARD_ROLES:
+            # Ranks that share a micro-batch are planned as if each had a part of its own.
+            tokens //= config.get_ranks_config(call).sequence_parallel
+        tokens_by_role[call.role] = int(tokens)
     return tokens_by_role
 
 
@@ -132,10 +133,10 @@ def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str,
         if role in named:
             shape = _load_model_shape(named[role], role)
         elif role in REWARD_ROLES:
-            reward = _find_model_reward(config, role)
-            if reward is None:
+            rewards = config.list_model_rewards(role)
+            if not rewards:
                 continue
-            shape = _load_model_shape(str(reward.options["path"]), role)
+            shape = _load_model_shape(str(rewards[0].options["path"]), role)
         elif role in CRITIC_ROLES and config.critic.path:
             shape = _load_model_shape(config.critic.path, role)
         else:
@@ -160,12 +161,6 @@ def _load_model_shape(model: str, role: str) -> ModelShape:
         raise ConfigError(
             f"{error}; choose another with streamrl plan --model {role}=NAME"
         ) from None
-
-
-def _find_model_reward(config: RunConfig, role: str) -> RewardConfig | None:
-    """Return the first entry of kind "model" in `rewards` (role "cost": in `costs`), or None."""
-    entries = config.rewards if role == "reward" else config.costs
-    return next((entry for entry in entries if entry.kind == "model"), None)
 
 
 def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:

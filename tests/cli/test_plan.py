@@ -167,6 +167,26 @@ def test_a_plan_turns_on_what_saves_the_memory_that_is_short(
     assert train["checkpointing"] and not train["offloaded"]
 
 
+def test_a_reward_model_too_large_for_a_gpu_is_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    plan = tmp_path / "plan.yaml"
+    words = [GRPO, "--cluster", "2xH100", "--model", "qwen2.5-0.5b", "--model", "reward=llama-34b"]
+    words += ["--prompt-tokens", "20", "--proposals", "0", "--max-staleness", "0"]
+    words += ["rewards=[{kind: exact},{kind: model, path: judge}]"]
+    code, out = run(capsys, "plan", *words, "pipeline.groups_per_step=2", "-o", str(plan), "--json")
+    assert code == 0
+    settings = json.loads(out)["settings"]
+    assert settings["rewards[1].options.world_size"] == 2
+    planned = json.loads(out)["best"]["placement"]["calls"]["reward"]
+    reward = build_run_placement(load_config(plan), {"policy", "reward"}).assignments["reward"]
+    assert (str(reward.mesh), str(reward.grid)) == (planned["devices"], planned["grid"])
+    assert not planned["offloaded"]
+    # The printed setting is one that a command takes.
+    words.append(f"rewards[1].options.world_size={settings['rewards[1].options.world_size']}")
+    assert load_config(Path(GRPO), words[-2:]).find_split_reward("reward") is not None
+
+
 @pytest.mark.parametrize(
     ("cluster", "setting", "suggested"),
     [

@@ -10,7 +10,7 @@ from streamrl.config.preflight import check_worker_memory
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.dataflow import CallKind
 from streamrl.engines.memory.memory_model import measure_training_sizes
-from streamrl.engines.memory.worker_memory import CUDA_CONTEXT_BYTES
+from streamrl.engines.memory.worker_memory import CUDA_CONTEXT_BYTES, NCCL_GROUP_BYTES
 from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.models.model_shapes import add_adapter_params, load_model_shape
 from streamrl.engines.trainer_config import TrainerConfig
@@ -323,6 +323,7 @@ ROLES = ("policy", "critic", "reference")
         ("ppo", ()),
         ("ppo", ("placement.mode=split", "trainer.world_size=2", "critic.trainer.world_size=2")),
         ("ppo", ("placement.mode=shadow", "reference.replicas=2", "critic.replicas=2")),
+        ("ppo", ("reference.world_size=2", "reference.replicas=2", "critic.replicas=2")),
         ("ppo", ("placement.mode=colocated", "trainer.world_size=2", "pipeline.max_staleness=3")),
         ("ppo", ("placement.mode=interleaving", "trainer.world_size=2")),
         (
@@ -344,6 +345,32 @@ def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple
     assert applied.generator.tensor_parallel == config.generator.tensor_parallel
     assert applied.placement.is_hybrid == config.placement.is_hybrid
     assert build_run_placement(applied, ROLES) == placement
+
+
+@pytest.mark.parametrize(("world_size", "tp_size"), [(2, 1), (2, 2), (4, 2)])
+def test_a_reward_model_has_the_devices_and_the_memory_of_its_ranks(world_size: int, tp_size: int):
+    sizes = f"world_size: {world_size}, tensor_parallel: {tp_size}"
+    whole, split = (
+        recipe("grpo", f"rewards=[{{kind: model, path: judge{ranks}}}]", "scorer.replicas=2")
+        for ranks in ("", f", {sizes}")
+    )
+    named = PlannerRequest(20, {"policy": "qwen2.5-1.5b", "reward": "llama-7b"})
+    held, placements = [], []
+    for config in (whole, split):
+        problem = build_planner_problem(config, Cluster.from_text("2x8xH100"), named)
+        placements.append(build_run_placement(config, problem.models))
+        held.append(CostModel(problem).predict_memory(placements[-1])["reward"].resident_bytes)
+    reward = placements[1].assignments["reward"]
+    assert (reward.mesh.size, str(reward.grid)) == (
+        2 * world_size,
+        f"1-{tp_size}-{reward.grid.dp_size}",
+    )
+    libraries = CUDA_CONTEXT_BYTES + ((tp_size > 1) + (world_size > tp_size)) * NCCL_GROUP_BYTES
+    share = (held[0] - CUDA_CONTEXT_BYTES) / world_size
+    assert held[1] - libraries == pytest.approx(share, rel=0.01)
+    assert (
+        build_run_placement(apply_placement(whole, placements[1]), problem.models) == placements[1]
+    )
 
 
 def test_overlapping_roles_become_mixed_pools():

@@ -6,7 +6,7 @@ per token and layer (queries times keys, weights times values), as ReaL counts t
 (arXiv:2406.14088): the causal mask is not subtracted.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from streamrl.engines.models.model_shapes import BF16_BYTES, ModelShape
@@ -293,6 +293,11 @@ class CallCost:
     def dp_size(self) -> int:
         return self.assignment.grid.dp_size
 
+    @property
+    def fsdp_size(self) -> int:
+        """Data-parallel ranks over which ZeRO shards a copy of the model."""
+        return self.dp_size // self.assignment.copies
+
     @cached_property
     def slowest_device(self) -> DeviceSpec:
         return self.assignment.mesh.find_slowest_device(self.cluster)
@@ -311,9 +316,9 @@ class CallCost:
 
     @cached_property
     def parallel_groups(self) -> ParallelGroups:
-        assignment = self.assignment
+        assignment, grid = self.assignment, replace(self.assignment.grid, dp_size=self.fsdp_size)
         return build_parallel_groups(
-            self.cluster, assignment.mesh, assignment.grid, self.constants, assignment.ep_size
+            self.cluster, assignment.mesh, grid, self.constants, assignment.ep_size
         )
 
     @property
@@ -347,7 +352,7 @@ class CallCost:
         False for generators, which are never sharded so, and for other systems.
         """
         stage = self.assignment.zero_stage
-        return self.run_memory is not None and stage >= SHARDS_PARAMETERS and self.dp_size > 1
+        return self.run_memory is not None and stage >= SHARDS_PARAMETERS and self.fsdp_size > 1
 
     @property
     def ep_size(self) -> int:

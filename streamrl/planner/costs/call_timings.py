@@ -142,7 +142,7 @@ def estimate_score_timing(cost: CallCost, loading_s: float = 0.0) -> ScoreTiming
         begin_s += _compute_exposed_gather_s(cost)
     if cost.scores_from_host:
         # A layer is copied while the layer before computes; nothing hides the first.
-        held = cost.device_params / (cost.dp_size if cost.is_sharded else 1)
+        held = cost.device_params / (cost.fsdp_size if cost.is_sharded else 1)
         copy_s = held * constants.served_bytes * cost.host_byte_s
         hidden_s = min(tokens, constants.score_tokens) * token_s
         begin_s += copy_s / shape.layers + max(0.0, copy_s - hidden_s)

@@ -21,7 +21,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import DeviceSpec
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.planner.costs.call_cost import CallCost, count_stage_params
+from streamrl.planner.costs.call_cost import SHARDS_PARAMETERS, CallCost, count_stage_params
 from streamrl.planner.costs.call_durations import (
     score_duration_s,
     train_duration,
@@ -308,6 +308,11 @@ class CostModel:
             role = self._host_roles[stage] if is_hosted else call.role
             trainer = _size_trainer(run.trainers[role], assignment)
             constants = replace(constants, recompute=bool(trainer.gradient_checkpointing))
+        if run and call.role in REWARD_ROLES and assignment.zero_stage >= SHARDS_PARAMETERS:
+            # The ranks of a reward model share the rows of a batch; a rank has at least one.
+            share = constants.score_tokens * assignment.copies // assignment.grid.dp_size
+            longest = self.problem.workload.max_rollout_tokens
+            constants = replace(constants, score_tokens=max(share, longest))
         return CallCost(
             self._get_model_shape(stage),
             assignment,

@@ -218,7 +218,7 @@ def compute_scorer_memory(cost: CallCost) -> CallMemory:
     if cost.is_sharded:
         kept = min(whole, LIVE_ELEMENTS * cost.constants.served_bytes)
         return CallMemory(
-            0.0 if cost.scores_from_host else whole / cost.dp_size, max(passing, kept)
+            0.0 if cost.scores_from_host else whole / cost.fsdp_size, max(passing, kept)
         )
     return CallMemory(passing if cost.scores_from_host else whole, 0.0)
 
@@ -270,7 +270,7 @@ def estimate_host_bytes(cost: CallCost, kind: CallKind, *, is_in_trainer: bool) 
     elif kind is CallKind.GENERATE and not is_in_trainer and not moves_by_memory:
         per_rank += compute_serving_weight_bytes(cost)
     elif cost.scores_from_host and cost.is_sharded:
-        per_rank += compute_serving_weight_bytes(cost) / cost.dp_size
+        per_rank += compute_serving_weight_bytes(cost) / cost.fsdp_size
     elif cost.scores_from_host and kind is CallKind.SCORE:
         per_node = whole
     return HostBytes(per_rank, per_node)
