@@ -19,10 +19,6 @@ QUICK = {
         *("llama3-70b/64/sharded/step_s", "llama3-70b/64/pipelines/step_s"),
         "llama3-70b/64/sharded_over_pipelines",
     ),
-    "recipes": (
-        *("grpo_qwen2.5_7b_math_split/step_s", "grpo_qwen2.5_7b_math_split/tokens_per_s"),
-        *("grpo_qwen2.5_7b_math_split/gpus_idle", "grpo_qwen2.5_7b_math_split/kv_rollouts"),
-    ),
     "resharding": (
         *("ways/in_groups/seconds", "ways/point_to_point/seconds", "ways/full_gather/seconds"),
         "ways/*/over_all_gather",
@@ -57,6 +53,10 @@ LONG = {
         *("1024 bytes/memcpy/mb_per_s", "1024 bytes/ray_queue_batch/groups_per_s"),
         *("1024 bytes/ratios/of memcpy", "1024 bytes/ratios/journal's time"),
         "1024 bytes/ratios/over ray_queue_batch",
+    ),
+    "recipes": (
+        *("grpo_qwen2.5_7b_math_split/step_s", "grpo_qwen2.5_7b_math_split/tokens_per_s"),
+        *("grpo_qwen2.5_7b_math_split/gpus_idle", "grpo_qwen2.5_7b_math_split/kv_rollouts"),
     ),
     "rewards": (
         *("1_workers/function/rollouts_per_s", "1_workers/math/rollouts_per_s"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
+from streamrl.telemetry import progress
 from tests.toy import write_toy
 
 
@@ -16,8 +17,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refuse(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """Run a command that is refused with exit code 2 and without output; return its one line."""
+    # A busy machine may be slow to read configs, which is no line of the refusal.
+    monkeypatch.setattr(progress, "PRINT_AFTER_S", float("inf"))
 
     def run(*words: object) -> str:
         code: object

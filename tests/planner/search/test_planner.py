@@ -130,7 +130,9 @@ def test_split_rules_restrict_the_plan():
         assert assignment.grid.tp_size != 2
 
 
-@pytest.mark.parametrize("cluster", ["8xA100,1xV100", "8xV100,8xA100"])
+@pytest.mark.parametrize(
+    "cluster", [pytest.param("8xA100,1xV100", marks=pytest.mark.slow), "8xV100,8xA100"]
+)
 def test_additional_slower_nodes_never_slow_the_plan(cluster: str):
     small_plan, large_plan = (
         plan_placement(
