@@ -226,6 +226,28 @@ def test_micro_batches_kv_cache_and_longest_rollout_come_from_the_run():
     assert problem.workload.max_rollout_tokens == 30 + 12
 
 
+SHARED = "world_size: 4, sequence_parallel: 4"
+
+
+@pytest.mark.parametrize(
+    ("stage", "setting"),
+    [
+        ("reference", f"reference={{{SHARED}}}"),
+        ("value", f"critic={{replicas: 1, shadow: {{{SHARED}}}}}"),
+        ("value", f"critic={{trainer: {{{SHARED}}}}}"),
+    ],
+)
+def test_ranks_that_share_tokens_score_a_part_of_a_micro_batch(stage: str, setting: str):
+    active = []
+    for shared in (setting, setting.replace("parallel: 4", "parallel: 1")):
+        config, cluster = recipe("ppo", shared), Cluster.from_text("2x8xA100")
+        problem = build_planner_problem(config, cluster, PlannerRequest(20, SIZES))
+        memory = CostModel(problem).predict_memory(build_run_placement(config, problem.models))
+        active.append(memory[stage].active_bytes)
+    saved_tokens, hidden = 4096 * 3 // 4, 4096
+    assert active[1] - active[0] == saved_tokens * hidden * CostConstants().activation_bytes
+
+
 def test_split_rules_exclude_layouts_that_training_cannot_run():
     config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
     calls = {call.kind: call for call in config.dataflow.calls}
@@ -342,6 +364,7 @@ def test_apply_placement_inverts_build_run_placement(name: str, overrides: tuple
     placement = build_run_placement(config, ROLES)
     applied = apply_placement(recipe(name), placement)
     assert applied.trainer.world_size == config.trainer.world_size
+    assert applied.reference.world_size == config.reference.world_size
     assert applied.generator.tensor_parallel == config.generator.tensor_parallel
     assert applied.placement.is_hybrid == config.placement.is_hybrid
     assert build_run_placement(applied, ROLES) == placement

@@ -307,7 +307,9 @@ class CostModel:
         if run is not None and (is_hosted or call.kind is CallKind.TRAIN):
             role = self._host_roles[stage] if is_hosted else call.role
             trainer = _size_trainer(run.trainers[role], assignment)
-            constants = replace(constants, recompute=bool(trainer.gradient_checkpointing))
+            tokens = constants.score_tokens // trainer.sequence_parallel
+            recompute = bool(trainer.gradient_checkpointing)
+            constants = replace(constants, recompute=recompute, score_tokens=tokens)
         if run and call.role in REWARD_ROLES and assignment.zero_stage >= SHARDS_PARAMETERS:
             # The ranks of a reward model share the rows of a batch; a rank has at least one.
             share = constants.score_tokens * assignment.copies // assignment.grid.dp_size
