@@ -325,6 +325,12 @@ FOLLOW_EVERY_S = 5
 MAX_ROLLOUT_BYTES = 8_000_000
 """Most JSON of rollouts in a file; a page that is served has those of all steps."""
 _FOLDER = Path(__file__).parent
+PAGE_FILES = {
+    "@STYLE@": "rollout_view.css",
+    "@CONTROLS@": "rollout_view.html",
+    "@SCRIPT@": "rollout_view.js",
+    "@PAGE_SCRIPT@": "page.js",
+}
 SHOWN_FILES = (METRICS_FILE, EVENTS_FILE, ROLLOUTS_FOLDER)
 _DescribeBottleneck = Callable[[Path, int], Sequence[str]]
 
@@ -396,36 +402,19 @@ class RunPage:
         data = self.describe(
             with_rollouts=not is_served, follow_every_s=FOLLOW_EVERY_S if is_served else 0.0
         )
-        parts = {
-            **read_rollout_view(),
-            "@PAGE_SCRIPT@": (_FOLDER / "page.js").read_text(encoding="utf-8"),
-            "@DATA@": embed_json(data),
-            "@PLOTLY@": load_plotly_script(),
-        }
-        return fill_template(_FOLDER / "page.html", parts)
+        return fill_template(data, load_plotly_script())
 
 
-def read_rollout_view() -> dict[str, str]:
-    """Return style, controls and script that draw rollouts, by their places in a template."""
-    files = {"@STYLE@": "css", "@CONTROLS@": "html", "@SCRIPT@": "js"}
-    return {
-        place: (_FOLDER / f"rollout_view.{suffix}").read_text(encoding="utf-8")
-        for place, suffix in files.items()
+def fill_template(data: object, plotly_script: str) -> str:
+    """Return page.html with each part in its place; no text of `data` is taken for a place."""
+    parts = {
+        place: (_FOLDER / name).read_text(encoding="utf-8") for place, name in PAGE_FILES.items()
     }
-
-
-def fill_template(path: Path, parts: Mapping[str, str]) -> str:
-    """Return the text of a template with each part in its place.
-
-    What stands in a part is never taken for a place: the template is cut at its own places first.
-    """
-    pattern = "|".join(map(re.escape, parts))
-    return re.sub(pattern, lambda place: parts[place[0]], path.read_text(encoding="utf-8"))
-
-
-def embed_json(value: object) -> str:
-    """Return a value as JSON for a script element, which only "<" can end."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+    # Only "<" can end a script element.
+    parts["@DATA@"] = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    parts["@PLOTLY@"] = plotly_script
+    template = (_FOLDER / "page.html").read_text(encoding="utf-8")
+    return re.sub("|".join(parts), lambda place: parts[place[0]], template)
 
 
 def load_plotly_script() -> str:
