@@ -131,10 +131,9 @@ async def measure_rounds(arguments: argparse.Namespace) -> list[SleepRound]:
                 episode_timeout_s=NEVER_S,
             ),
             DataConfig(),
+            config,
             engine,
-            model_path=str(MODEL),
-            max_turn_tokens=MAX_TURN_TOKENS,
-            num_slots=NUM_SLOTS,
+            str(MODEL),
         )
         tokens = TurnCounter()
         players = [

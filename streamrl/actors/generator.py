@@ -62,14 +62,8 @@ class GeneratorActor(ReplicaActor):
                 self._generator, should_fill_storage=config.needs_resharding
             )
         if config.environment.is_enabled:
-            self._driver = await start_episode_driver(
-                config.environment,
-                config.data,
-                self._generator,
-                model_path=config.model.path,
-                max_turn_tokens=config.generator.max_new_tokens,
-                num_slots=config.generator.max_concurrent_rollouts,
-            )
+            settings = config.environment, config.data, config.generator
+            self._driver = await start_episode_driver(*settings, self._generator, config.model.path)
 
     async def suspend(self) -> None:
         """Pause the engine while another phase computes on the shared device pool."""

@@ -214,12 +214,7 @@ async def _open_sampler(
         yield generate
         return
     driver = await start_episode_driver(
-        config.environment,
-        config.data,
-        engine,
-        model_path=config.model.path,
-        max_turn_tokens=config.generator.max_new_tokens,
-        num_slots=config.generator.max_concurrent_rollouts,
+        config.environment, config.data, config.generator, engine, config.model.path
     )
 
     async def run_episodes(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:

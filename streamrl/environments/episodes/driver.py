@@ -24,6 +24,7 @@ import numpy as np
 
 from streamrl.data.chat_template import load_chat_template, load_tokenizer
 from streamrl.data.config import DataConfig
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.hosts.host_pool import (
     EnvironmentHostPool,
@@ -880,16 +881,14 @@ def choose_call_format(
 async def start_episode_driver(
     config: EnvironmentConfig,
     data: DataConfig,
+    generator: GeneratorConfig,
     sampler: "GenerationEngine",
-    *,
     model_path: str,
-    max_turn_tokens: int,
-    num_slots: int,
 ) -> EpisodeDriver:
     """Start the hosts of a run's environments and return a driver that runs their episodes.
 
-    sampler: the engine. max_turn_tokens: most tokens of a turn. num_slots: turns that the engine
-    samples at the same time. Raises ConfigError for an environment or template that cannot be used.
+    generator: settings of the engine, `sampler`: limits of a turn's tokens and of the turns that it
+    samples at a time. Raises ConfigError for an environment or template that cannot be used.
     """
     renderer = load_turn_renderer(data, model_path)
     start = partial(start_pools, config)
@@ -906,6 +905,6 @@ async def start_episode_driver(
         renderer,
         call_format,
         config=config,
-        max_turn_tokens=max_turn_tokens,
-        slots=DecodeSlots(num_slots),
+        max_turn_tokens=generator.max_new_tokens,
+        slots=DecodeSlots(generator.max_concurrent_rollouts),
     )
