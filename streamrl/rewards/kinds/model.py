@@ -21,7 +21,12 @@ from streamrl.data.chat_template import (
 from streamrl.data.config import MODEL_TEMPLATE
 from streamrl.engines.trainer_config import RankLayout, TrainerConfig
 from streamrl.errors import ConfigError, RewardError, RewardMemoryError, RewardTimeoutError
-from streamrl.files.hf_config import is_trusted, read_model_config, read_stored_shapes
+from streamrl.files.hf_config import (
+    is_trusted,
+    list_weight_files,
+    read_model_config,
+    read_stored_shapes,
+)
 from streamrl.files.typed_settings import at_least, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
@@ -164,22 +169,10 @@ def compute_logits(rank: "ModelRank", rows: Sequence[TokenRow]) -> list[float]:
         raise RewardMemoryError(f"{shape}: {str(error).splitlines()[0]}") from error
 
 
-@dataclass(frozen=True)
-class ClassifierFiles:
-    """Metadata of a directory with a sequence-classification model.
+def read_classifier(path: str, setting: str) -> tuple["PreTrainedTokenizerBase", int | None]:
+    """Return tokenizer and longest input of the model in directory `path`, without loading weights.
 
-    max_tokens: longest input, None if the config does not limit the length.
-    weight_bytes: size of the stored weights.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
-    max_tokens: int | None
-    weight_bytes: int
-
-
-def read_classifier(path: str, setting: str) -> ClassifierFiles:
-    """Read the metadata of the model in directory `path` without loading weights.
-
+    The input is None if the config does not limit its length.
     setting: config key that names the directory, for messages. Raises ConfigError unless the
     directory holds a complete model with classification head and tokenizer. A language model is
     refused: transformers would initialize its head randomly.
@@ -203,11 +196,7 @@ def read_classifier(path: str, setting: str) -> ClassifierFiles:
             f"the tokenizer has token id {max_id}, the model's vocab_size is {vocab_size}:"
             " tokenizer and model do not match",
         )
-    return ClassifierFiles(
-        tokenizer=tokenizer,
-        max_tokens=settings.get("max_position_embeddings"),
-        weight_bytes=sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
-    )
+    return tokenizer, settings.get("max_position_embeddings")
 
 
 def _make_config_error(path: str, setting: str, reason: object) -> ConfigError:
@@ -260,19 +249,18 @@ class ModelReward(Reward):
         super().__init__()
         options = spec.options
         self._options = options
-        files = read_classifier(options.path, f"{spec.key}.path")
+        self._tokenizer, max_tokens = read_classifier(options.path, f"{spec.key}.path")
         check_trainer_split(options.path, options.to_ranks_config(), section=spec.key)
-        self._tokenizer = files.tokenizer
-        limits = (files.max_tokens, files.tokenizer.model_max_length, options.batch_tokens)
+        limits = (max_tokens, self._tokenizer.model_max_length, options.batch_tokens)
         self._max_length = min(limit for limit in limits if limit)
         self._timeout_s = options.timeout_s or spec.context.scorer.timeout_s
         default_pass_score = 0.5 if options.sigmoid else 0.0
         self._pass_score = default_pass_score if options.pass_score is None else options.pass_score
-        self._template = load_chat_template(MODEL_TEMPLATE, files.tokenizer)
-        self._encoder = self._template.get_encoder(files.tokenizer)
+        self._template = load_chat_template(MODEL_TEMPLATE, self._tokenizer)
+        self._encoder = self._template.get_encoder(self._tokenizer)
         # A chat template already contains the special tokens.
         is_bare = self._template.source is None
-        self._frame = get_frame_tokens(files.tokenizer) if is_bare else ([], [])
+        self._frame = get_frame_tokens(self._tokenizer) if is_bare else ([], [])
         self._model_thread = ThreadPoolExecutor(1)
         # Separate, so that texts are tokenized for the next batch during a forward pass.
         self._tokenizer_thread = ThreadPoolExecutor(1)
@@ -281,7 +269,8 @@ class ModelReward(Reward):
         self._rank: ModelRank | None = None
         self._on_ranks = spec.context.compute_logits if options.world_size > 1 else None
         self._batcher = MicroBatcher(self._compute_logits, max_tokens=options.batch_tokens)
-        self.model_bytes = files.weight_bytes
+        weight_files = list_weight_files(Path(options.path))
+        self.model_bytes = sum(file.stat().st_size for file in weight_files)
 
     def validate_prompt(self, prompt: Prompt) -> None:
         self._render_text(Completion.from_text("").get_messages(prompt, LAST_TURN))
