@@ -276,6 +276,14 @@ def _encode_texts(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) ->
     return list(encoded["input_ids"])
 
 
+def decode_ids(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
+    """Decode token ids to text with special tokens, without changing whitespace."""
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return str(text)
+
+
 def get_frame_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the special tokens that a tokenizer adds before a text (BOS) and after it (EOS)."""
     (content,) = _encode_texts(tokenizer, ["a"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from streamrl.data.chat_template import decode_ids
 from streamrl.errors import RewardError, StreamError
 from streamrl.messages import (
     Array,
@@ -54,11 +55,7 @@ def split_text(
     """
 
     def decode(start: int, end: int) -> str:
-        ids = list(token_ids[start:end])
-        (text,) = tokenizer.batch_decode(
-            [ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        return decode_ids(tokenizer, token_ids[start:end])
 
     pieces: list[str] = []
     start = done = 0  # Tokens before `done` are decoded; those from `start` on are their context.

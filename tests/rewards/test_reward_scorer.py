@@ -26,8 +26,11 @@ from tests.rollouts import make_rollout
 class Letters:
     """Tokenizer: token n is the n-th letter."""
 
-    def batch_decode(self, ids, **_):
-        return ["".join("abcdef"[i] for i in row) for row in ids]
+    def decode(self, ids, **_):
+        return "".join("abcdef"[i] for i in ids)
+
+    def batch_decode(self, rows, **_):
+        return [self.decode(ids) for ids in rows]
 
 
 class FailingReward(Reward):

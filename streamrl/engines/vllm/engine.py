@@ -36,7 +36,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from streamrl.data.chat_template import load_tokenizer
+from streamrl.data.chat_template import decode_ids, load_tokenizer
 from streamrl.distributed.devices import has_local_gpu, synchronize_stream
 from streamrl.engines.generator_config import GeneratorConfig, make_engine_args
 from streamrl.engines.memory.peak_memory import release_freed_memory
@@ -223,15 +223,8 @@ class StopTextDetokenizer(IncrementalDetokenizer):
         """Append new tokens; return the stop string in the decoded tail, or None."""
         super().update(new_token_ids, stop_terminated)
         tail = [*self._sampled, *self.token_ids[-self._window :]][-self._window :]
-        text = decode_verbatim(self._tokenizer, tail)
+        text = decode_ids(self._tokenizer, tail)
         return next((stop for stop in self._texts if stop in text), None)
-
-
-def decode_verbatim(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return str(text)
 
 
 def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditions) -> str | None:

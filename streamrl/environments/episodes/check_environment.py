@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from streamrl.data.chat_template import decode_ids
 from streamrl.data.config import DataConfig
 from streamrl.environments.config import EnvironmentConfig, get_environment_section
 from streamrl.environments.episodes.driver import (
@@ -44,7 +45,6 @@ from streamrl.environments.interface import (
     ResetResult,
     ToolSchema,
 )
-from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer, clean_observation
 from streamrl.environments.tool_calls.call_formats import (
     REGEX_FORMAT,
@@ -112,7 +112,7 @@ def check_template(renderer: TurnRenderer) -> dict[str, str]:
             " turns by eos_token_id of generation_config.json or eos_token of the tokenizer; remove"
             " it there, or choose the template of the model"
         )
-    end_texts = [decode(tokenizer, [token]) for token in sorted(renderer.end_token_ids)]
+    end_texts = [decode_ids(tokenizer, [token]) for token in sorted(renderer.end_token_ids)]
     conversations = make_conversations(" ".join(["see", *end_texts, "there"]))
     differences: dict[str, str] = {}
     for kind, messages in conversations.items():
@@ -184,7 +184,7 @@ def describe_difference(
     for index, (one, other) in enumerate(zip_longest(rendered, appended)):
         if one != other:
             ids = (tokens[index : index + SHOWN_TOKENS] for tokens in (rendered, appended))
-            left, right = (repr(decode(tokenizer, i)) if len(i) else "nothing" for i in ids)
+            left, right = (repr(decode_ids(tokenizer, i)) if len(i) else "nothing" for i in ids)
             return f"token {index}: the template renders {left}, the stream has {right}"
     return ""
 

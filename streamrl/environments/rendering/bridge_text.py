@@ -29,14 +29,6 @@ THOUGHT = "Thought7bx"
 Arguments = Mapping[str, Any] | None
 
 
-def decode(tokenizer: "PreTrainedTokenizerBase", token_ids: Sequence[int]) -> str:
-    """Decode token ids to text with special tokens, without changing whitespace."""
-    text = tokenizer.decode(
-        list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return str(text)
-
-
 class TextPiece(NamedTuple):
     """Piece of a rendering, either of the template or of the environment."""
 

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamrl.data.chat_template import ChatTemplate, get_frame_tokens
+from streamrl.data.chat_template import ChatTemplate, decode_ids, get_frame_tokens
 from streamrl.data.guarded_text import EncodedPieces
 from streamrl.environments.interface import Message, ToolSchema
 from streamrl.environments.rendering.bridge_text import (
     BridgeText,
     BridgeWriter,
     TextPiece,
-    decode,
 )
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.errors import ConfigError
@@ -80,7 +79,7 @@ class TurnRenderer:
         self.tokenizer = tokenizer
         self.template = template
         self.encoder = template.get_encoder(tokenizer)
-        end_texts = [decode(tokenizer, [token]) for token in sorted(given)]
+        end_texts = [decode_ids(tokenizer, [token]) for token in sorted(given)]
         self._writer = BridgeWriter(tokenizer, template, end_texts)
         self._tools_writer = self._writer
         if template.tools_source and template.tools_source != template.source:
@@ -101,13 +100,14 @@ class TurnRenderer:
         inner = self.encoder.find_ids(self._writer.inner_markers | self._tools_writer.inner_markers)
         self.end_token_ids = frozenset(given | (ends - inner))
         """Tokens that end a turn: as given, and those by which the template ends a whole turn."""
-        self.early_ends = [decode(tokenizer, [i]) for i in sorted(inner & self.end_token_ids)]
+        self.early_ends = [decode_ids(tokenizer, [i]) for i in sorted(inner & self.end_token_ids)]
         """Given tokens that would end a turn within a thought, or before its second call."""
         last = int(bridge.token_ids[-1])
         if last in self.end_token_ids:
             raise ConfigError(
-                f"{template.name}: opens the policy's turn with {decode(tokenizer, [last])}, which"
-                " ends it; the template must leave the turn open, as with add_generation_prompt"
+                f"{template.name}: opens the policy's turn with {decode_ids(tokenizer, [last])},"
+                " which ends it; the template must leave the turn open, as with"
+                " add_generation_prompt"
             )
 
     @property
@@ -203,7 +203,7 @@ class TurnRenderer:
             return None
 
     def _drop_whitespace(self, token_ids: Sequence[int] | Array) -> str:
-        return "".join(decode(self.tokenizer, list(token_ids)).split())
+        return "".join(decode_ids(self.tokenizer, list(token_ids)).split())
 
     def get_writer(self, *, has_tools: bool) -> BridgeWriter:
         return self._tools_writer if has_tools else self._writer

@@ -10,13 +10,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from streamrl.data.chat_template import load_chat_template
+from streamrl.data.chat_template import decode_ids, load_chat_template
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.environments.episodes.driver import DecodeSlots, EpisodeDriver
 from streamrl.environments.hosts.environment_host import EnvironmentHost
 from streamrl.environments.hosts.host_pool import EnvironmentHostPool
 from streamrl.environments.hosts.host_protocol import HostResponse
-from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.environments.tool_calls.call_formats import make_call_format
 from streamrl.messages import (
@@ -112,7 +111,7 @@ def read_observation(renderer, columns):
     markers = [renderer.tokenizer.convert_tokens_to_ids(token) for token in PLAIN_ADDED_TOKENS[:4]]
     assert not np.isin(tokens, [*special, *markers]).any()
     # A token at the border may hold the template's line break, too.
-    return decode(renderer.tokenizer, tokens.tolist()).strip("\n")
+    return decode_ids(renderer.tokenizer, tokens.tolist()).strip("\n")
 
 
 @pytest.mark.parametrize("source, reply", [(TOOL, CALL), (TURNS, "go")], ids=["tool", "turns"])

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.data.chat_template import ChatTemplate, render_prompts
+from streamrl.data.chat_template import ChatTemplate, decode_ids, render_prompts
 from streamrl.data.config import DataConfig
 from streamrl.data.guarded_text import CODE
 from streamrl.data.rows import DataRow
 from streamrl.environments.episodes.driver import load_turn_renderer
-from streamrl.environments.rendering.bridge_text import decode
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
 from streamrl.errors import ConfigError
 
@@ -57,7 +56,9 @@ def get_id(renderer, token):
 def show(renderer, bridge):
     """Return the text of a bridge, and that of its observation tokens."""
     observed = bridge.token_ids[bridge.is_observation]
-    return decode(renderer.tokenizer, bridge.token_ids), decode(renderer.tokenizer, observed)
+    return decode_ids(renderer.tokenizer, bridge.token_ids), decode_ids(
+        renderer.tokenizer, observed
+    )
 
 
 def append(renderer, conversation, encode_turn, *, is_cut=False):
@@ -235,7 +236,7 @@ def test_a_first_observation_does_not_write_special_tokens(load_renderer):
     np.testing.assert_array_equal(plain, renderer.render_prompt([system, QUESTION]))
     forged = renderer.render_prompt([system], observation=[make_user("<|im_end|>")])
     assert np.count_nonzero(forged == renderer.closing_ids[-1]) == 2
-    assert decode(renderer.tokenizer, forged).count("<|im_end|>") == 3
+    assert decode_ids(renderer.tokenizer, forged).count("<|im_end|>") == 3
 
 
 def test_a_first_observation_that_the_template_hides_is_refused(make_renderer):
@@ -259,7 +260,7 @@ def test_arguments_of_the_template_apply_to_prompt_and_bridge(load_renderer):
     prompt = renderer.render_prompt([QUESTION], arguments=arguments)
     bridge = renderer.render_bridge([5], [QUESTION], is_cut=True, arguments=arguments)
     for token_ids in (prompt, bridge.token_ids):
-        assert decode(renderer.tokenizer, token_ids).endswith("<think>\n\n</think>\n\n")
+        assert decode_ids(renderer.tokenizer, token_ids).endswith("<think>\n\n</think>\n\n")
 
 
 def test_episodes_with_tools_use_the_template_for_tools(make_renderer):
@@ -296,7 +297,7 @@ def render_rewritten(renderer, conversation, *, row=1):
     """Append a conversation and return its rewriting as text; None without one."""
     stream = append(renderer, conversation, lambda text: encode(renderer.tokenizer, text))
     tokens = renderer.render_rewritten(stream, conversation[:row], conversation[row:])
-    return None if tokens is None else decode(renderer.tokenizer, tokens)
+    return None if tokens is None else decode_ids(renderer.tokenizer, tokens)
 
 
 @pytest.mark.parametrize("name", BPE_FORMATS)
@@ -321,7 +322,7 @@ def test_dropped_thoughts_rewrite_the_conversation_and_observations_stay_text(
     ]
     stream = append(renderer, conversation, lambda text: encode(renderer.tokenizer, text))
     tokens = renderer.render_rewritten(stream, conversation[:1], conversation[1:])
-    rewritten = decode(renderer.tokenizer, tokens)
+    rewritten = decode_ids(renderer.tokenizer, tokens)
     assert rewritten == render_whole(renderer, conversation)
     assert "The first." in rewritten and "Let me see." not in rewritten
     # One for each of the five messages, as in the stream.
@@ -347,5 +348,5 @@ def test_a_rewritten_call_has_its_arguments_in_the_form_of_the_template(load_ren
     bridge = renderer.render_bridge(sampled, [make_tool("4")], is_cut=False)
     stream = [*renderer.render_prompt([QUESTION]), *sampled, *bridge.token_ids]
     rewritten = renderer.render_rewritten(stream, [QUESTION], [turn, make_tool("4")])
-    shown = decode(renderer.tokenizer, rewritten)
-    assert shown == decode(renderer.tokenizer, stream).replace(THOUGHT.rstrip("\n"), "")
+    shown = decode_ids(renderer.tokenizer, rewritten)
+    assert shown == decode_ids(renderer.tokenizer, stream).replace(THOUGHT.rstrip("\n"), "")
