@@ -71,8 +71,11 @@ def reward_file(tmp_path):
 class Characters:
     """Tokenizer whose token n is the character with code n."""
 
-    def batch_decode(self, ids, **_):
-        return ["".join(map(chr, row)) for row in ids]
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
+
+    def batch_decode(self, rows, **_):
+        return [self.decode(ids) for ids in rows]
 
 
 def experience(row, completions):
