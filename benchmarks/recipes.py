@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.command import ROOT, BenchmarkParser, replace_table, report_progress, run_benchmark
 from streamrl.cli import simulate
-from streamrl.cli.plan import read_planner_inputs
+from streamrl.cli.arguments.planner_args import read_planner_inputs
 from streamrl.config.run_config import RunConfig, load_config
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.simulator.results import SimulationResult

@@ -159,7 +159,7 @@ def make_choices(
         build_run_constants(config, CostConstants()),
         make_run_refusal(config, problem),
     )
-    costs = CostModel(problem, constants, refuse=refuse)
+    costs = CostModel(problem, constants, explain_refusal=refuse)
     rules = make_split_rules(config, problem)
     return costs, ParallelismChoices(PlacementEstimator(problem, costs), rules=rules)
 

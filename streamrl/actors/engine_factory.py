@@ -6,7 +6,7 @@ Engines are imported inside methods: every actor unpickles the factory, few need
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamrl.config.preflight import find_gpu_shortage
+from streamrl.config.device_memory import find_gpu_shortage
 from streamrl.config.run_config import RunConfig
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, ModelCall

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from streamrl.cli.arguments.arg_types import parse_whole_number
-from streamrl.cli.plan import (
+from streamrl.cli.arguments.planner_args import (
     add_problem_arguments,
     check_simulation_time,
     read_planner_inputs,

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.config.run_config import load_config
+from streamrl.config.run_config import RunConfig, load_config
 from streamrl.placement.placements import Placement
-from streamrl.planner.costs.cost_model import CostModel
+from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.problem.workload import Workload, make_fixed_lengths
 from streamrl.planner.simulator.quick_run import choose_num_steps
-from streamrl.planner.to_placement import build_run_placement
+from streamrl.planner.to_placement import build_run_placement, make_run_refusal
 from tests.planner.notations import parse_mesh
 
 Refuse = Callable[..., str]
@@ -48,12 +48,11 @@ def test_a_plan_lists_every_gaining_bound_and_details_the_best(capsys: pytest.Ca
 def test_a_bound_without_a_row_is_reported_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    explain_refusal = CostModel.explain_refusal
+    def make_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[Placement], str]:
+        refuse = make_run_refusal(config, problem)
+        return lambda placement: "refused" if placement.max_staleness else refuse(placement)
 
-    def refuse_ahead(costs: CostModel, placement: Placement) -> str:
-        return "1 GB short" if placement.max_staleness else explain_refusal(costs, placement)
-
-    monkeypatch.setattr(CostModel, "explain_refusal", refuse_ahead)
+    monkeypatch.setattr("streamrl.cli.plan.make_run_refusal", make_refusal)
     words = ["plan", *TINY, "--max-staleness", "0,2"]
     code, out = run(capsys, *words, "--json")
     assert code == 0
@@ -324,7 +323,7 @@ def test_a_simulation_of_hours_is_refused_before_it_starts(
     error = refuse("simulate", *SMALL[:-2], HUGE, "--steps", "2")
     assert f" --steps 2, {factors} " in error and error.endswith(rule)
     # The size of a full simulation is only known after planning.
-    monkeypatch.setattr("streamrl.cli.plan.HOUR_S", 0.1)
+    monkeypatch.setattr("streamrl.cli.arguments.planner_args.HOUR_S", 0.1)
     monkeypatch.setattr("streamrl.cli.plan.run_quick_simulation", None)
     groups = "pipeline.groups_per_step=64"
     error = refuse("plan", *SMALL, groups, "--max-staleness", "0")

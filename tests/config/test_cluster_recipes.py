@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub.cli.hf import app
 
 from benchmarks.recipes import ROOT, find_recipes, list_commands, read_simulation, simulate_recipe
-from streamrl.cli.plan import read_planner_inputs
+from streamrl.cli.arguments.planner_args import read_planner_inputs
 from streamrl.config.run_config import RunConfig, load_config, with_settings
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.to_placement import build_run_placement

@@ -13,13 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.buffer.encoding import encode_columns
 from streamrl.config import preflight
+from streamrl.config.device_memory import estimate_role_memory, find_gpu_shortage
 from streamrl.config.preflight import (
     PROCESS_GIB,
     PreparedRun,
     compute_max_group_bytes,
     compute_shard_bytes,
-    estimate_role_memory,
-    find_gpu_shortage,
     list_placement_options,
     list_resource_demands,
     prepare_run,

@@ -9,7 +9,7 @@ import torch
 
 from streamrl.actors.launch.ray_cluster import get_object_store_bytes
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
-from streamrl.config.preflight import load_role_skeleton
+from streamrl.config.device_memory import load_role_skeleton
 from streamrl.config.role_counts import count_ranks_per_replica
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY

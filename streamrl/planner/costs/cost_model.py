@@ -73,15 +73,15 @@ class CostModel:
         problem: PlacementProblem,
         constants: CostConstants | None = None,
         *,
-        refuse: Callable[[Placement], str] = lambda _placement: "",
+        explain_refusal: Callable[[Placement], str] = lambda _placement: "",
     ) -> None:
         """Describe the costs of a problem.
 
-        refuse: why a placement cannot run although it fits, or "".
+        explain_refusal: why a run refuses a placement that fits, in a line, or "".
         """
         self.problem = problem
         self.constants = constants or CostConstants.from_cluster(problem.cluster)
-        self._refuse = refuse
+        self.explain_refusal = explain_refusal
         self._role_constants = {
             role: replace(self.constants, score_tokens=tokens)
             for role, tokens in problem.score_tokens.items()
@@ -184,10 +184,6 @@ class CostModel:
             ):
                 return wrong
         return self._build_device_memory(placement).explain_infeasible()
-
-    def explain_refusal(self, placement: Placement) -> str:
-        """Return why a run refuses a placement that fits, or ""."""
-        return self._refuse(placement)
 
     def _is_hosted(self, stage: str, placement: Placement) -> bool:
         """Return whether the ranks of a trained model also compute this scoring call."""
