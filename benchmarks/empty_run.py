@@ -376,6 +376,7 @@ def make_context(
         dataflow=config.dataflow,
         components=(),
         max_length=64,
+        model_bytes=dict.fromkeys(config.dataflow.calls_by_role, 0),
         run_dir=run_dir,
         shards=tuple(shards),
         coordinator=coordinator,

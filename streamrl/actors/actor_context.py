@@ -46,6 +46,7 @@ class ActorContext:
 
     components: columns of the single rewards and costs, from which score and cost are combined.
     max_length: maximum tokens of prompt and completion together.
+    model_bytes: size of the weight files of each role's models.
     run_dir: run directory, absolute.
     shards, coordinator: handles of those actors.
     memory: memory budget of a hybrid worker; None without hybrid workers.
@@ -55,6 +56,7 @@ class ActorContext:
     dataflow: Dataflow
     components: tuple[str, ...]
     max_length: int
+    model_bytes: Mapping[str, int]
     run_dir: Path
     shards: tuple[RemoteShard, ...]
     coordinator: Any

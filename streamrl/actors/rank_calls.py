@@ -18,6 +18,7 @@ from streamrl.stream.stage_worker import (
     StageResult,
 )
 from streamrl.weights import ServedVersion
+from streamrl.weights.transport import estimate_send_s
 
 GROUPS_PER_RANK = 8
 """Most groups of a rank in a call: about a micro-batch where each has one rollout, as in PPO."""
@@ -26,12 +27,22 @@ RankScore = Callable[[str, Sequence[Experience]], Awaitable[None]]
 """Has the ranks of a model score groups of a stage and commit the columns."""
 
 
+def get_call_timeout_s(config: TrainerConfig, *, transferred: int = 0) -> float:
+    """Return the deadline of a call of a model's ranks, which may wait for each other.
+
+    transferred: size of the weight files, if the call sends or receives all parameters. In float32
+    these may have twice the bytes.
+    """
+    return config.collective_timeout_s + CALL_TIMEOUT_S + estimate_send_s(2 * transferred)
+
+
 class RankCalls:
     """The ranks of a model; each call reaches every rank.
 
     is_collective: whether calls of the ranks contain collectives. Two that started concurrently
     could start in different orders on two ranks and deadlock, so `exclude_others` keeps them apart.
     holds_version: cleared while the ranks' model is between two versions and must not score.
+    transfer_timeout_s: deadline of a call that sends or receives all parameters.
     """
 
     def __init__(
@@ -40,13 +51,16 @@ class RankCalls:
         actors: Sequence[Any],
         config: TrainerConfig,
         *,
+        model_bytes: int,
         is_collective: bool,
     ) -> None:
+        """Create the calls of ranks with these names. model_bytes: size of the weight files."""
         self.dp_size = config.dp_size
         self._loads = [0] * self.dp_size
         self.dp_ranks = [config.get_dp_rank(rank) for rank in range(len(actors))]
         self._names, self._actors = names, actors
-        self._timeout_s = config.collective_timeout_s + CALL_TIMEOUT_S
+        self._timeout_s = get_call_timeout_s(config)
+        self.transfer_timeout_s = get_call_timeout_s(config, transferred=model_bytes)
         self._lock = asyncio.Lock()
         self._is_collective = is_collective
         self.holds_version = asyncio.Event()

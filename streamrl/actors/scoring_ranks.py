@@ -152,7 +152,10 @@ class LeadingRankActor(ScoringRankActor, ReplicaActor):
         names = [self._name, *(f"{self._name}/{rank}" for rank in range(1, len(peers) + 1))]
         actors = [ray.get_runtime_context().current_actor, *others]
         ranks_config = context.config.get_ranks_config(calls[0])
-        ranks = RankCalls(names, actors, ranks_config, is_collective=bool(peers))
+        model_bytes, has_peers = context.model_bytes[calls[0].role], bool(peers)
+        ranks = RankCalls(
+            names, actors, ranks_config, model_bytes=model_bytes, is_collective=has_peers
+        )
         rendezvous = find_rendezvous()
         starts = [(context, calls, rank, name, rendezvous) for rank, name in enumerate(names)]
         await ranks.call_each_rank("start_rank", starts, LOAD_TIMEOUT_S)
@@ -207,7 +210,8 @@ class ModelScorerActor(LeadingRankActor):
         ranks = self._started_ranks
         async with ranks.exclude_others():
             started = time.perf_counter()
-            await self._finish_on_ranks(ranks.call_ranks("copy_weights"))
+            timeout_s = ranks.transfer_timeout_s
+            await self._finish_on_ranks(ranks.call_ranks("copy_weights", timeout_s=timeout_s))
             return WeightLoadStats(pause_s=time.perf_counter() - started)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> None:

@@ -51,7 +51,7 @@ async def test_groups_that_finish_one_by_one_are_scored_by_all_ranks():
 
     actors = [FakeActor(Rank(tokens)) for tokens in scored]
     names, config = ["critic-0", "critic-1"], TrainerConfig(world_size=2)
-    ranks = RankCalls(names, actors, config, is_collective=False)
+    ranks = RankCalls(names, actors, config, model_bytes=0, is_collective=False)
     calls = []
     for token, size in enumerate((300, 100, 100, 100)):
         calls.append(
@@ -126,7 +126,8 @@ async def test_a_cancelled_call_ends_on_the_ranks_before_the_next_begins():
             log.append("ends")
 
     config = TrainerConfig(world_size=1)
-    ranks = RankCalls(["critic-0"], [FakeActor(Rank())], config, is_collective=True)
+    actors = [FakeActor(Rank())]
+    ranks = RankCalls(["critic-0"], actors, config, model_bytes=0, is_collective=True)
     scoring = asyncio.create_task(ranks.score_groups("value", [make_experience(0, 1)]))
     await asyncio.sleep(1.0)
     scoring.cancel()

@@ -1,16 +1,19 @@
 """The scorer's calls of the ranks that hold a reward model together."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from streamrl.actors.rank_calls import RankCalls
 from streamrl.actors.scoring_ranks import ModelScorerActor, RewardActor
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import StreamError
 from streamrl.rewards.kinds.model import ModelOptions
 from tests.actors.fakes import FakeActor
+from tests.virtual_time import in_virtual_time
 
 
 class Rank:
@@ -33,7 +36,8 @@ def make_leader(*ranks: Rank, **layout: Any) -> Any:
     config = ModelOptions(path="m", world_size=len(ranks), **layout).to_ranks_config()
     names = [f"reward-0/{rank}" for rank in range(len(ranks))]
     actor._name = "reward-0"
-    actor._ranks = RankCalls(names, [*map(FakeActor, ranks)], config, is_collective=True)
+    actors = [*map(FakeActor, ranks)]
+    actor._ranks = RankCalls(names, actors, config, model_bytes=0, is_collective=True)
     return actor
 
 
@@ -74,6 +78,31 @@ async def test_a_deadline_ends_no_pass_and_the_next_waits_for_it():
 async def test_a_restarted_scorer_reports_nothing_before_its_ranks_have_started():
     report = await ModelScorerActor().collect_report()
     assert (report.process, report.spans) == ("", ())
+
+
+@in_virtual_time
+async def test_the_deadline_of_loading_a_version_grows_with_the_bytes_of_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def run_here(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    class SlowRank:
+        async def copy_weights(self) -> None:
+            await asyncio.sleep(2800.0)
+
+    monkeypatch.setattr(asyncio, "to_thread", run_here)  # virtual time waits for no thread
+    leader: Any = ModelScorerActor()
+    leader._model = SimpleNamespace(build_full=dict)
+    # 140 GB at 100 MB/s, where the files are in bfloat16 and the model in float32.
+    leader._ranks = RankCalls(
+        ["value-0", "value-0/1"],
+        [FakeActor(SlowRank()), FakeActor(SlowRank())],
+        TrainerConfig(world_size=2),
+        model_bytes=140 * 10**9,
+        is_collective=True,
+    )
+    assert (await leader.load_weights({}, 1)).pause_s >= 0
 
 
 async def test_an_error_of_one_rank_ends_the_process_of_all(monkeypatch: pytest.MonkeyPatch):

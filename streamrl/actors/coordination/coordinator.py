@@ -121,7 +121,9 @@ class CoordinatorActor(PingableActor):
         self._lease = make_lease(config, self._arbiter, TRAINER_PHASE, TRAINER_PHASE)
         self._driver_events.post_event("note", text=context.transport.reason)
         self._trainers = {
-            role.role: TrainerGroup(role, config) for role in roles if role.kind is CallKind.TRAIN
+            role.role: TrainerGroup(role, config, context.model_bytes[role.role])
+            for role in roles
+            if role.kind is CallKind.TRAIN
         }
         self._run_state = self._make_run_state(run_log, version)
         self._queue = ExperienceQueue(context.shards, "coordinator")

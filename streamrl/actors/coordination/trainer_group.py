@@ -63,7 +63,8 @@ class ParallelTrainer:
 class TrainerGroup(ParallelTrainer):
     """All ranks of a trained model; each method calls every rank."""
 
-    def __init__(self, ranks: RoleActors, config: RunConfig) -> None:
+    def __init__(self, ranks: RoleActors, config: RunConfig, model_bytes: int) -> None:
+        """Create the group of these ranks. model_bytes: size of the model's weight files."""
         super().__init__(ranks.role, config)
         is_policy = self.role == POLICY
         # The first versions are always checked.
@@ -80,6 +81,7 @@ class TrainerGroup(ParallelTrainer):
             ranks.names,
             ranks.actors,
             self._trainer_config,
+            model_bytes=model_bytes,
             # A publish may include a logprob check, which is a forward pass. And no group may be
             # scored between two updates of a step.
             is_collective=self._trainer_config.has_collective_forward
@@ -143,7 +145,8 @@ class TrainerGroup(ParallelTrainer):
                     self._num_published, every=self._probe_every
                 )
             manifest, *_ = await self._ranks.call_ranks(
-                "publish_weights", version, followers, self._has_logprob_check
+                *("publish_weights", version, followers, self._has_logprob_check),
+                timeout_s=self._ranks.transfer_timeout_s,
             )
             self._num_published += version != self._published_version
             self._published_version = version
@@ -153,7 +156,10 @@ class TrainerGroup(ParallelTrainer):
     async def publish_reference(self, version: int, followers: Sequence[str]) -> WeightManifest:
         """Update the policy's EMA reference and publish it as `version`; return the manifest."""
         async with self._publish_lock, self._ranks.exclude_others():
-            manifest, *_ = await self._ranks.call_ranks("publish_reference", version, followers)
+            manifest, *_ = await self._ranks.call_ranks(
+                *("publish_reference", version, followers),
+                timeout_s=self._ranks.transfer_timeout_s,
+            )
         assert isinstance(manifest, WeightManifest)
         return manifest
 

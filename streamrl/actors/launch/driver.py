@@ -19,6 +19,7 @@ from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
 from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
 from streamrl.actors.queue_shard import create_shards
+from streamrl.actors.rank_calls import get_call_timeout_s
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
 from streamrl.config.preflight import PreparedRun, compute_max_group_bytes
@@ -365,6 +366,7 @@ class RunSession:
             dataflow=self._prepared.dataflow,
             components=self._prepared.component_columns,
             max_length=self._prepared.max_length,
+            model_bytes=self._prepared.model_bytes,
             run_dir=run_dir,
             shards=tuple(shards),
             coordinator=coordinator,
@@ -395,10 +397,12 @@ class RunSession:
     @property
     def _first_publish_timeout_s(self) -> float:
         """Timeout of the coordinator's start, which publishes the initial version, s."""
-        config = self._config
-        roles = config.dataflow.trained_roles
-        publish_s = max(config.get_trainer_config(role).collective_timeout_s for role in roles)
-        return CALL_TIMEOUT_S + PUBLISH_ATTEMPTS * (publish_s + CALL_TIMEOUT_S)
+        config, model_bytes = self._config, self._prepared.model_bytes
+        publish_s = max(
+            get_call_timeout_s(config.get_trainer_config(role), transferred=model_bytes[role])
+            for role in config.dataflow.trained_roles
+        )
+        return CALL_TIMEOUT_S + PUBLISH_ATTEMPTS * publish_s
 
     def _wait_until_ready(self, status: Callable[[str], None]) -> list[str]:
         """Wait until all actors have started; DeadlineError names the actors that are late.

@@ -16,7 +16,7 @@ from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import ScheduledRound
 from streamrl.dataflow import CRITIC, POLICY
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import WeightsError
+from streamrl.errors import DeadlineError, WeightsError
 from streamrl.messages import Experience, GroupLease
 from streamrl.weights import WeightManifest, WeightsConfig
 from tests.actors.fakes import make_config
@@ -24,9 +24,10 @@ from tests.virtual_time import in_virtual_time
 
 
 class Rank:
-    """Trainer rank whose calls take a second; logs their starts and ends."""
+    """Trainer rank whose calls take `call_s` seconds; logs their starts and ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, call_s: float = 1.0) -> None:
+        self._call_s = call_s
         self.log: list[str] = []
         self.calls: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
         manifest = WeightManifest(1, (), ())
@@ -39,7 +40,7 @@ class Rank:
     async def _answer(self, method: str, *arguments: object) -> Any:
         self.calls[method].append(arguments)
         self.log.append(f"{method} begins")
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(self._call_s)
         self.log.append(f"{method} ends")
         reply = self.replies.get(method)
         if isinstance(reply, Exception):
@@ -51,6 +52,7 @@ def group(
     ranks: list[Rank],
     *,
     role: str = POLICY,
+    model_bytes: int = 0,
     zero_stage: int = 1,
     algorithm: AlgorithmConfig | None = None,
     **trainer: Any,
@@ -62,7 +64,7 @@ def group(
     )
     names = [f"trainer-{i}" for i in range(len(ranks))]
     actors = RoleActors(config.dataflow.calls_by_role[role], names, ranks)
-    return TrainerGroup(actors, config)
+    return TrainerGroup(actors, config, model_bytes)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -74,6 +76,18 @@ async def test_a_model_and_its_ema_reference_are_published_one_after_the_other(z
     first, second = "publish_weights", "publish_reference"
     expected = [f"{first} begins", f"{first} ends", f"{second} begins", f"{second} ends"]
     assert [rank.log for rank in ranks] == [expected] * 2
+
+
+@pytest.mark.parametrize("method", ["publish_weights", "publish_reference"])
+@in_virtual_time
+async def test_the_deadline_of_a_publish_grows_with_the_bytes_of_the_model(method: str):
+    # 140 GB at 100 MB/s, where the files are in bfloat16 and the trainer in float32.
+    publish_s = 2800.0
+    large = group([Rank(publish_s)], model_bytes=140 * 10**9)
+    assert isinstance(await getattr(large, method)(1, []), WeightManifest)
+    small = group([Rank(publish_s)], model_bytes=10**9)
+    with pytest.raises(DeadlineError, match=f"trainer-0.*{method}"):
+        await getattr(small, method)(1, [])
 
 
 @pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
