@@ -360,10 +360,10 @@ async def run_loops(
     ]
     if disturb is not None:
         loops.append(asyncio.create_task(disturb(stream)))
+    train_stage = stage("train", "trainer")
+    stream.trainer.spans = train_stage.spans
     training = asyncio.create_task(
-        train_policy(
-            *(stage("train", "trainer"), stream.control, stream.trainers, config), report=report
-        )
+        train_policy(train_stage, stream.control, stream.trainers, config, report=report)
     )
     loops.append(training)
     try:

@@ -33,6 +33,7 @@ from streamrl.stream.protocols import (
     StageContext,
 )
 from streamrl.stream.stage_worker import StageResult
+from streamrl.telemetry.spans import SpanRecorder
 from streamrl.user_code.service_gate import request_service
 from streamrl.weights import WeightLoadStats, WeightManifest
 from streamrl.weights.versions import (
@@ -319,6 +320,7 @@ class FakeTrainer:
     publish_s: float = 0.0
     probe: LogprobCheck | None = None
     is_publishing: bool = False
+    spans: SpanRecorder = field(default_factory=lambda: SpanRecorder("trainer"))
 
     def begin_step(self, version: int, dials: Mapping[str, float]) -> None:
         assert dials == {}
@@ -347,7 +349,8 @@ class FakeTrainer:
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         assert len(work) == self.dp_size
-        await asyncio.sleep(self.train_s)
+        with self.spans.record_span("train"):
+            await asyncio.sleep(self.train_s)
         self.gradient.append(work)
         self.epochs += [[] for _ in range(epoch + 1 - len(self.epochs))]
         picks = [pick for micro_batch in work for pick in micro_batch]

@@ -187,12 +187,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage's name, and its access to the queue, the devices and the trace."""
+    """A stage's name, and its access to the queue, the devices and the trace.
+
+    spans: of this process; a loop whose work the ranks of a model do, and record, has none.
+    """
 
     name: str
     queue: ExperienceQueue
     device_lease: DeviceLease
-    spans: SpanRecorder
+    spans: SpanRecorder = field(default_factory=lambda: SpanRecorder(""))
     leave_requested: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the stage must lease nothing more and leave the run."""
 

@@ -241,7 +241,7 @@ async def train_step(
     async with AsyncExitStack() as until_published:
         async with nullcontext() if recorded else collector, aclosing(ready_rounds):
             async for ready in ready_rounds:
-                async with stage.hold_devices(version=version):
+                async with stage.device_lease.hold(stage.name):
                     work = (runner.run_rounds(role, ready) for role, runner in active.items())
                     await asyncio.gather(*work)
                     if all(runner.is_done for runner in active.values()):

@@ -60,7 +60,6 @@ from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, i
 from streamrl.telemetry.alerts import lacks_scores
 from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, WAIT_METRICS
 from streamrl.telemetry.progress import WorkStatus
-from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.versions import (
     LOAD_REFUSED,
@@ -93,7 +92,6 @@ class CoordinatorActor(PingableActor):
 
     def __init__(self) -> None:
         self._driver_events = DriverEvents()
-        self._loop_spans = SpanRecorder("train-loop")
 
     async def start(
         self,
@@ -306,7 +304,6 @@ class CoordinatorActor(PingableActor):
                     self._lease
                     if shares_slots(self._config, trainer.role)
                     else DedicatedDeviceLease(),
-                    self._loop_spans,
                 ),
                 trainer.score_groups,
                 trainer.dp_size,
@@ -326,7 +323,7 @@ class CoordinatorActor(PingableActor):
         self._step_reporter.begin_step(time.time())
         step = self._run_state.admission.version + 1
         self._driver_events.post_report(WorkStatus(f"working on step {step}"))
-        stage = StageContext("train", self._queue, self._lease, self._loop_spans)
+        stage = StageContext("train", self._queue, self._lease)
         await train_policy(
             stage, self._run_state, self._trainers, self._config.pipeline, report=self._finish_step
         )
@@ -338,8 +335,6 @@ class CoordinatorActor(PingableActor):
         recorded rows: no new step may build on a wrong one.
         """
         admission = self._run_state.admission
-        # Reports use the ranks' own spans; drop those of this loop so that they do not accumulate.
-        self._loop_spans.drain_spans()
         waits_s, self._waits_s = self._waits_s, dict.fromkeys(WAIT_METRICS, math.nan)
         started_s = time.monotonic()
         if evaluation := await self._evaluate_if_due():

@@ -47,7 +47,6 @@ from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import DeviceLease, StageContext, StepResult
 from streamrl.stream.run_state import PipelineConfig, RunState
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
-from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 
 
@@ -273,7 +272,7 @@ class SimulatedRun:
         admission = asyncio.create_task(admit_prompts(control, queue, wait_s=math.inf))
         try:
             await train_policy(
-                StageContext(stage, queue, lease, SpanRecorder("train-loop", clock)),
+                StageContext(stage, queue, lease),
                 control,
                 trainers,
                 self._config,
