@@ -10,7 +10,7 @@ from streamrl.own_loops.model_workers import PolicyWorker, ScorerWorker
 def grpo(loop: OwnLoop) -> Iterator[Step]:
     """Train with GRPO: no critic; rollouts of a prompt are measured by each other."""
     policy = loop.start_group(PolicyWorker)
-    reference = loop.start_group(ScorerWorker, "reference", ranks=1)
+    reference = loop.start_reference(policy)
     reward = loop.start_group(ScorerWorker, "reward", ranks=1)
     loop.load_checkpoint()
 

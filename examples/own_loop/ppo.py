@@ -11,8 +11,7 @@ def ppo(loop: OwnLoop) -> Iterator[Step]:
     """Train a policy with PPO: a critic predicts the return, the policy learns from the rest."""
     policy = loop.start_group(PolicyWorker)
     critic = loop.start_group(CriticWorker)
-    ranks = loop.config.reference.world_size
-    reference = loop.start_group(ScorerWorker, "reference", ranks=ranks)
+    reference = loop.start_reference(policy)
     reward = loop.start_group(ScorerWorker, "reward", ranks=1)
     loop.load_checkpoint()
 

@@ -10,7 +10,7 @@ from streamrl.own_loops.model_workers import PolicyWorker, ScorerWorker
 def remax(loop: OwnLoop) -> Iterator[Step]:
     """Train with ReMax: no critic; the baseline is the reward of the greedy completion."""
     policy = loop.start_group(PolicyWorker)
-    reference = loop.start_group(ScorerWorker, "reference", ranks=1)
+    reference = loop.start_reference(policy)
     reward = loop.start_group(ScorerWorker, "reward", ranks=1)
 
     for batch in loop.batches:

@@ -12,7 +12,8 @@ def safe_rlhf(loop: OwnLoop) -> Iterator[Step]:
     policy = loop.start_group(PolicyWorker)
     critic = loop.start_group(CriticWorker, "critic")
     cost_critic = loop.start_group(CriticWorker, "cost_critic")
-    scorers = [loop.start_group(ScorerWorker, r, ranks=1) for r in ("reference", "reward", "cost")]
+    scorers = [loop.start_group(ScorerWorker, role, ranks=1) for role in ("reward", "cost")]
+    scorers.append(loop.start_reference(policy))
 
     for batch in loop.batches:
         batch |= policy.generate_sequences(batch)

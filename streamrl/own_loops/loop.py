@@ -20,10 +20,17 @@ from streamrl.actors.launch.fork_server import start_fork_server
 from streamrl.actors.launch.ray_cluster import connect_cluster
 from streamrl.config.preflight import PreparedRun, prepare_run
 from streamrl.config.run_config import RunConfig
+from streamrl.dataflow import REFERENCE_CALL, SERVING_ROLES
 from streamrl.errors import CheckpointError, ConfigError, StreamError
 from streamrl.files.atomic_write import wrap_os_errors
+from streamrl.files.typed_settings import check_conflicts, get_setting
 from streamrl.own_loops import BatchRef, WorkerMesh
-from streamrl.own_loops.model_workers import SavedRank, TrainedWorker, make_loop_config
+from streamrl.own_loops.model_workers import (
+    SavedRank,
+    ScorerWorker,
+    TrainedWorker,
+    make_loop_config,
+)
 from streamrl.own_loops.worker_group import (
     ResourcePool,
     WorkerGroup,
@@ -75,12 +82,12 @@ class OwnLoop:
         """Start workers of a class in the first `ranks` slots; by default in every slot.
 
         Workers get config, max_length and then `arguments`. Training ranks are tensor parallel as
-        `trainer.tensor_parallel` says; each rank generates alone. `offloads` is that of
-        WorkerGroup.
+        `tensor_parallel` of trainer or critic.trainer says; each rank generates alone. `offloads`
+        is that of WorkerGroup.
         """
-        ranks = ranks or self.pool.slots
-        is_trained = issubclass(worker, TrainedWorker)
-        tp_size = self.config.trainer.tensor_parallel if is_trained else 1
+        ranks, tp_size = ranks or self.pool.slots, 1
+        if issubclass(worker, TrainedWorker):
+            tp_size = self.config.get_trainer_config(worker.configured_as).tensor_parallel
         mesh = WorkerMesh(
             RankGrid(1, tp_size, ranks // tp_size).assign_ranks(),
             RankGrid(1, 1, ranks).assign_ranks(),
@@ -90,6 +97,17 @@ class OwnLoop:
         group = WorkerGroup(self.pool, worker, *settings, mesh=mesh, env=env, offloads=offloads)
         self.groups.append(group)
         return group
+
+    def start_reference(self, policy: WorkerGroup) -> WorkerGroup:
+        """Return the group whose `score` computes the log-probabilities of the reference.
+
+        With LoRA it is `policy` itself: the reference is the model below its adapters. Otherwise,
+        or with reference.replicas=1, starts ScorerWorkers on `reference.world_size` ranks.
+        """
+        if REFERENCE_CALL.role in self.config.hosts:
+            return policy
+        ranks = self.config.reference.world_size
+        return self.start_group(ScorerWorker, REFERENCE_CALL.role, ranks=ranks)
 
     @property
     def batches(self) -> Iterator[BatchRef | WorkerGroupReply]:
@@ -196,6 +214,9 @@ def start_loop(
         raise ConfigError(f"workers={workers}: must be at least 1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     start_fork_server()
+    for key in {facts.ranks for facts in SERVING_ROLES.values()} - {""}:
+        is_larger = get_setting(config, key) > workers
+        check_conflicts(config, [(is_larger, key, f"the loop has workers={workers}; start more")])
     prepared = prepare_run(make_loop_config(config, workers))
     placement = replace(config.placement, cpus=config.placement.cpus or workers)
     with connect_cluster(placement) as cluster:

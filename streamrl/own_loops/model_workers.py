@@ -39,6 +39,8 @@ from streamrl.dataflow import (
     GENERATE_CALL,
     GREEDY_CALL,
     POLICY,
+    REF_LOGPROBS,
+    REFERENCE_CALL,
     REWARD_ROLES,
     SERVING_ROLES,
     SOURCE_CALLS,
@@ -87,11 +89,8 @@ def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
     return with_settings(config, settings)
 
 
-def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
-    """Return the config of PolicyWorkers on `ranks` ranks: each worker trains and samples.
-
-    Raises ConfigError for settings that have no effect in an own loop or are not supported there.
-    """
+def check_loop_config(config: RunConfig) -> None:
+    """Raise ConfigError for settings that an own loop does not support or would not read."""
     is_split = config.generator.tensor_parallel > 1
     is_placed = config.placement.mode not in ("auto", "colocated")
     conflicts: list[Conflict] = [
@@ -101,7 +100,25 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
         (config.environment.is_enabled, "environment.path", "an own loop samples single turns"),
         (is_placed, "placement.mode", "an own loop trains and generates in the same workers"),
     ]
+    rows = "an own loop gives each rank rows of its own; set 1"
+    layouts = {"trainer": vars(config.trainer), "critic.trainer": config.critic.trainer}
+    scorers = {layout.section: vars(layout) for layout in (config.reference, config.critic.shadow)}
+    for name, splits in (("sequence_parallel", layouts | scorers), ("tensor_parallel", scorers)):
+        for section, layout in splits.items():
+            conflicts.append((layout.get(name, 1) > 1, f"{section}.{name}", rows))
     check_conflicts(config, conflicts)
+    for role in REWARD_ROLES:
+        if split := config.find_split_reward(role):
+            size = split.options.world_size
+            raise ConfigError(f"{split.key}.world_size={size}: an own loop has whole ones; set 1")
+
+
+def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
+    """Return the config of PolicyWorkers on `ranks` ranks: each worker trains and samples.
+
+    Raises ConfigError as `check_loop_config` does.
+    """
+    check_loop_config(config)
     return with_placement_mode(set_world_size(config, ranks), "colocated")
 
 
@@ -235,27 +252,25 @@ class SavedRank(NamedTuple):
 class TrainedWorker:
     """Base class of workers that train: a rank of the policy or of a critic."""
 
+    configured_as = POLICY
+    """Role with whose settings the ranks train; critics of rewards and of costs have the same."""
+
     def __init__(
         self, context: WorkerContext, config: RunConfig, max_length: int, role: str
     ) -> None:
         self._max_length = max_length
-        self._config = config = set_world_size(config, context.size)
+        self._config = config = make_loop_config(config, context.size)
         self._context = context
         spec, settings = config.algorithm.spec, config.algorithm_settings
         self._required_columns = list_required_columns(spec, settings)
         trainer_config = config.get_trainer_config(role)
         dp_ranks = [trainer_config.get_dp_rank(rank) for rank in range(context.size)]
-        if trainer_config.sequence_parallel > 1:
-            raise ConfigError(
-                f"trainer.sequence_parallel={trainer_config.sequence_parallel}: an own loop gives"
-                f" each rank of the {role} rows of its own; must be 1"
-            )
         mesh_ranks = [(at.dp_rank, at.pp_rank) for at in context.mesh.train.coordinates]
         if mesh_ranks != [(dp_rank, 0) for dp_rank in dp_ranks]:
-            tensor_parallel = trainer_config.tensor_parallel
+            size, section = trainer_config.tensor_parallel, trainer_config.section
             raise ConfigError(
-                f"trainer.tensor_parallel={tensor_parallel}: the mesh of the {role} must be"
-                f" RankGrid(1, {tensor_parallel}, {trainer_config.fsdp_size})"
+                f"{section}.tensor_parallel={size}: the mesh of the {role} must be"
+                f" RankGrid(1, {size}, {trainer_config.fsdp_size})"
             )
         set_rendezvous(context.address, context.port)
         self._trainer = RankTrainer(role, config, max_length, context.rank)
@@ -346,13 +361,17 @@ class PolicyWorker(TrainedWorker):
         With algorithm.correction.proximal=trainer, `update_policy` clips against this column if the
         batch has it, and otherwise computes it itself where a step has several updates.
         """
-        self._check_weights()
+        return self._score(batch, PROXIMAL_COLUMN)
 
-        async def compute() -> dict[str, list[Array]]:
-            async with self._shared_weights.run_training_phase():
-                return score_batch(self._trainer.model, batch, PROXIMAL_COLUMN, self._config)
+    @transfers("P3D")
+    def score(self, batch: Batch) -> dict[str, list[Array]]:
+        """Compute the logprobs of LoRA's reference, the model below the adapters, as ref_logprobs.
 
-        return self._loop.run(compute())
+        Raises ConfigError if the reference is another model.
+        """
+        if REFERENCE_CALL.role not in self._config.hosts:
+            raise ConfigError("PolicyWorker.score: it has no reference: use start_reference")
+        return self._score(batch, REF_LOGPROBS)
 
     @transfers("RANK_ZERO")
     def compute_advantages(self, batch: Batch) -> dict[str, list[Columns]]:
@@ -450,6 +469,15 @@ class PolicyWorker(TrainedWorker):
             manifest = self._publish_version()
         return result, await self._load_version(manifest)
 
+    def _score(self, batch: Batch, column: str) -> dict[str, list[Array]]:
+        self._check_weights()
+
+        async def compute() -> dict[str, list[Array]]:
+            async with self._shared_weights.run_training_phase():
+                return score_batch(self._trainer.model, batch, column, self._config)
+
+        return self._loop.run(compute())
+
     def _check_weights(self) -> None:
         if self._shared_weights.is_changing:
             raise StreamError(
@@ -506,6 +534,8 @@ class PolicyWorker(TrainedWorker):
 class CriticWorker(TrainedWorker):
     """Worker of a critic rank; the role selects the critic of rewards or of costs."""
 
+    configured_as = CRITIC
+
     def __init__(
         self, context: WorkerContext, config: RunConfig, max_length: int, role: str = CRITIC
     ) -> None:
@@ -532,7 +562,8 @@ class ScorerWorker:
 
     role: reward, cost, reference, value or cost_value. The last three have a model of their own,
     the policy or the critic that the config starts from: a whole one each, or its part of one where
-    the role's world_size is that of the group.
+    the role's world_size is that of the group. With LoRA a policy has the reference itself:
+    `OwnLoop.start_reference`.
     """
 
     def __init__(
@@ -542,23 +573,17 @@ class ScorerWorker:
         if not self._calls:
             roles = dict.fromkeys(c.role for c in SOURCE_CALLS if c.kind is CallKind.SCORE)
             raise ConfigError(f"ScorerWorker: role={role}: must be one of {', '.join(roles)}")
+        check_loop_config(config)
         self._role, self._config = role, config
         self._loop, engines = asyncio.Runner(), RealEngineFactory()
         if role in REWARD_ROLES:
-            if split := config.find_split_reward(role):
-                size = split.options.world_size
-                raise ConfigError(f"{split.key}.world_size={size}: an own loop has whole ones only")
             self._scorer = self._loop.run(engines.make_reward_scorer(config, role))
             return
-        ranks, key = config.get_ranks_config(self._calls[0]), SERVING_ROLES[role].ranks
-        is_split, rows = ranks.world_size > 1, "an own loop gives each rank rows of its own"
-        conflicts = [
-            (is_split and ranks.world_size != context.size, f"the group has {context.size} ranks"),
-            (ranks.ranks_per_batch > 1, f"only FSDP2 may split the model: {rows}"),
-        ]
-        check_conflicts(config, [(wrong, key, rule) for wrong, rule in conflicts])
+        world_size = config.get_ranks_config(self._calls[0]).world_size
+        is_misfit, size = world_size not in (1, context.size), f"the group has {context.size} ranks"
+        check_conflicts(config, [(is_misfit, SERVING_ROLES[role].ranks, size)])
         set_rendezvous(context.address, context.port)
-        rank = context.rank if is_split else 0
+        rank = context.rank if world_size > 1 else 0
         self._model = engines.make_scoring_rank(config, max_length, rank, self._calls[0])
 
     @transfers("DP")

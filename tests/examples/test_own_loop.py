@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,6 +274,27 @@ def test_grpo_in_turns_learns_what_it_learns_at_once(
 
 
 @pytest.mark.slow
+def test_with_lora_the_policys_ranks_score_by_the_reference(pool: ResourcePool):
+    lora = [*GRPO_SETTINGS, "run.steps=3", "pipeline.groups_per_step=8", "trainer.lora_rank=4"]
+    num_groups: list[int] = []
+
+    def watched(loop: OwnLoop) -> Iterator[Step]:
+        for step in grpo(loop):
+            num_groups.append(len(loop.groups))
+            yield step
+
+    # With a copy the reference is a model of its own.
+    below, copied = (
+        play(watched, load_config(CONFIGS / "grpo_arithmetic.yaml", [*lora, *copies]), pool)
+        for copies in ([], ["reference.replicas=1"])
+    )
+    assert num_groups == [2] * 3 + [3] * 3
+    assert below[-1]["policy/kl_ref"] > 1e-6
+    for one, other in zip(below, copied, strict=True):
+        assert select_exact(one) == select_exact(other)
+
+
+@pytest.mark.slow
 def test_remax_measures_rollouts_by_the_likeliest_completion(pool: ResourcePool):
     overrides = ["run.steps=2", "pipeline.groups_per_step=17", "algorithm.kl_coef=0.001"]
     first, second = play(remax, load_config(CONFIGS / "remax_arithmetic.yaml", overrides), pool)
@@ -407,6 +429,18 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
         ),
         (["environment.path=/a.py"], "environment.path=/a.py: an own loop samples single turns"),
         (["reference.every=2"], "reference.every=2: an own loop has a fixed reference"),
+        (
+            ["--workers", "1", "reference.world_size=2"],
+            "reference.world_size=2: the loop has workers=1;",
+        ),
+        (
+            ["reference.world_size=2", "reference.tensor_parallel=2"],
+            "reference.tensor_parallel=2: an own loop gives",
+        ),
+        (
+            ["rewards=[{kind: model, path: judge, world_size: 2}]"],
+            "rewards[0].world_size=2: an own loop has whole ones; set 1",
+        ),
         (["generator.tensor_parallel=2"], "generator.tensor_parallel=2: an own loop gen"),
         (["placement.mode=split"], "placement.mode=split: an own loop trains and"),
     ],
@@ -440,6 +474,19 @@ def test_a_worker_refuses_a_gpu_without_kv_cache_mb_and_a_mesh_that_is_not_the_t
     told = r"trainer\.tensor_parallel=2: the mesh of the critic must be RankGrid\(1, 2, 1\)"
     with pytest.raises(ConfigError, match=told):
         CriticWorker(seat(2), load_config(PPO, split), 64)
+
+
+def test_each_trained_group_has_the_mesh_of_its_own_trainer(monkeypatch: pytest.MonkeyPatch):
+    meshes: list[WorkerMesh] = []
+    monkeypatch.setattr(
+        "streamrl.own_loops.loop.WorkerGroup", lambda *_, mesh, **__: meshes.append(mesh)
+    )
+    split = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
+    config = load_config(PPO, [*split, "critic.trainer.tensor_parallel=1"])
+    loop = OwnLoop(config, SimpleNamespace(slots=2), SimpleNamespace(max_length=64))  # type: ignore[arg-type]
+    for worker in (PolicyWorker, CriticWorker):
+        loop.start_group(worker)
+    assert [mesh.train.tp_size for mesh in meshes] == [2, 1]
 
 
 def test_the_page_has_every_protocol():
