@@ -230,7 +230,8 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
 def _check_scoring_splits(config: RunConfig) -> None:
     """Raise ConfigError if ranks cannot share the model of a reference or shadow critic."""
     for role, (call, *_) in config.dataflow.calls_by_role.items():
-        if count_ranks_per_replica(config, role) > 1:
+        # A reward model checks its own ranks.
+        if role not in REWARD_ROLES and count_ranks_per_replica(config, role) > 1:
             section = SERVING_ROLES[role].ranks.rpartition(".")[0]
             path, ranks = _get_model_path(config, call), config.get_ranks_config(call)
             check_trainer_split(path, ranks, section=section)

@@ -458,7 +458,9 @@ def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
         f"{config.algorithm.name} with algorithm.kl_coef={config.algorithm.kl_coef} uses no"
         " reference"
     )
-    yield config.reference.every and "ref_logprobs" not in columns, "reference.every", unused
+    for key in ("every", "replicas"):
+        is_set = vars(config.reference)[key]
+        yield is_set and "ref_logprobs" not in columns, f"reference.{key}", unused
     is_hosted = REFERENCE_CALL.role in config.hosts and "ref_logprobs" in columns
     yield (
         config.reference.world_size > 1

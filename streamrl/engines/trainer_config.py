@@ -325,8 +325,9 @@ class CriticConfig:
         conflicts: list[Conflict] = [
             (vars(self)[key] != vars(default)[key], key, needs) for key in keys
         ]
-        is_idle = not self.replicas and self.shadow != ShadowConfig()
-        conflicts.append((is_idle, "replicas", "must be at least 1 if critic.shadow is set"))
+        is_idle = self.shadow.world_size > 1 and not self.replicas
+        number = "has no effect without shadow critics; set critic.replicas, their number"
+        conflicts.append((is_idle, "shadow.world_size", number))
         check_conflicts(self, conflicts, "critic.")
 
 

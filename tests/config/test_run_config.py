@@ -286,6 +286,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ("reference.every=2", "reference.every=2: .*uses no reference"),
         ("reference.decay=0.5", "reference.decay=0.5: .*reference.every=0"),
         ("reference.world_size=2", "reference.world_size=2: .*uses no reference"),
+        ("reference.replicas=2", "reference.replicas=2: .*uses no reference"),
         ("reference={world_size: 3, tensor_parallel: 2}", "reference.tensor_parallel=2: must divi"),
         (
             "reference={world_size: 4, tensor_parallel: 2, sequence_parallel: 4}",
@@ -295,7 +296,10 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "critic.shadow={world_size: 2, sequence_parallel: 3}",
             "critic.shadow.sequence_parallel=3: times tensor_parallel=1 must divide world_size=2",
         ),
-        ("critic.shadow.world_size=2", "critic.replicas=0: must be at least 1 if critic.shadow is"),
+        (
+            "critic.shadow={world_size: 2}",
+            "critic.shadow.world_size=2: has no effect .*; set critic.replicas, their number",
+        ),
         ("placement={memory_mb: 500, mode: disaggregated}", "memory_mb=500.* has no effect"),
         ("justaword", "'justaword': write an override as key=value"),
     ],

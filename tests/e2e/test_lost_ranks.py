@@ -1,6 +1,7 @@
 """A rank of a split model that only scores is killed or stopped: its replica comes back whole."""
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,8 @@ def test_a_replica_that_loses_a_rank_comes_back_and_every_group_is_trained_once(
     assert metrics[-1]["ledger/dropped"] == 0
     assert len(audit(run_dir).trained) == 4 * len(metrics)
     (crashed,) = events(run_dir, "crashed")
-    reason = "rank 0 waited 10 s for the other ranks in" if sent == signal.SIGSTOP else ""
+    # It may stop in a collective, or after its last one and before its answer.
+    stopped = r"rank 0 waited 10 s for the other ranks in|reference-0/1\.score_groups: no answer"
+    reason = stopped if sent == signal.SIGSTOP else ""
     assert crashed["actor"] == f"{role}-0"
-    assert crashed["reason"].startswith(f"its ranks are lost: {reason}")
+    assert re.match(f"its ranks are lost: ({reason})", crashed["reason"])

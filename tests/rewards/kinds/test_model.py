@@ -284,6 +284,13 @@ def test_a_split_model_demands_a_gpu_for_each_rank(path, tmp_path):
     assert demand.setting == "scorer.replicas * the world_size of its model"
 
 
+def test_a_model_may_have_more_heads_and_so_more_ranks_than_the_policy(tmp_path):
+    recipe = write_toy(tmp_path) / "recipe.yaml"  # its policy has two heads
+    judge = write_classifier(tmp_path / "judge", num_attention_heads=4, num_key_value_heads=4)
+    model = f"rewards=[{{kind: model, path: {judge}, world_size: 4, tensor_parallel: 4}}]"
+    assert prepare_run(load_config(recipe, [model])).model_bytes["reward"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
