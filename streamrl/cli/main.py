@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from streamrl import __version__
-from streamrl.actors.launch.fork_server import start_fork_server
+from streamrl.actors.launch.fork_server import is_serving, start_fork_server, stop_fork_server
 from streamrl.cli.arguments.arg_types import parse_number, parse_whole_number
 from streamrl.cli.run_setup.signals import INTERRUPTS
 from streamrl.errors import ConfigError, StreamError
@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         # The caller closed stdout, as with `>&-`.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if command in FORKING_COMMANDS and not {"-h", "--help"} & set(arguments):
+    is_help = bool({"-h", "--help"} & set(arguments))
+    forks = command in FORKING_COMMANDS and not is_help and not is_serving()
+    if forks:
         # Start first: the server imports the workers' libraries in parallel with this process.
         start_fork_server()
     try:
@@ -125,6 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except OSError as error:
         return _explain_os_error(error)
+    finally:
+        if forks:
+            stop_fork_server()
 
 
 def _parse_arguments(

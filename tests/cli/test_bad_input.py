@@ -17,6 +17,7 @@ from streamrl.engines.trainer_config import REFERENCE_FILE
 from streamrl.run_dir.checkpoint import CheckpointWriter
 from streamrl.run_dir.run_config_file import CONFIG_FILE
 from streamrl.run_dir.run_lock import LOCK_FILE, acquire_run_lock
+from tests.descendants import descendants
 
 Refuse = Callable[..., str]
 Saved = Callable[..., tuple[Path, Path]]
@@ -27,9 +28,10 @@ def refused(toy: Path, tmp_path: Path, refuse: Refuse) -> Refuse:
     """Run `streamrl train` with overrides; return the error."""
 
     def run(*overrides: str) -> str:
-        runs = tmp_path / "runs"
+        runs, before = tmp_path / "runs", descendants()
         error = refuse("train", toy / "recipe.yaml", f"run.dir={runs}", *overrides)
         assert not runs.exists(), "a file was written"
+        assert not descendants() - before, "a process was left"
         assert error.startswith("streamrl: ")
         return error
 
