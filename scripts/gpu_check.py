@@ -1374,12 +1374,14 @@ def reset_peak_memory() -> None:
 def estimate_pass_memory(path: str, config: TrainerConfig, tokens: int) -> Measurements:
     """Compute streamrl's estimate for a micro-batch, GiB."""
     from streamrl.engines.generator_config import GeneratorConfig
-    from streamrl.engines.memory.memory_model import estimate_worker_memory
+    from streamrl.engines.memory.memory_model import measure_training_sizes
+    from streamrl.engines.memory.training_memory import estimate_rank_memory
+    from streamrl.engines.models.forward import load_skeleton
 
     generator = GeneratorConfig(kv_cache_mb=64)
-    estimate = estimate_worker_memory(
-        path, config, generator, micro_batch_tokens=tokens, on_gpu=True
-    )
+    sizes = measure_training_sizes(load_skeleton(path), config, on_gpu=True)
+    tokens = -(-tokens // config.sequence_parallel)
+    estimate = estimate_rank_memory(sizes, config, generator, tokens=tokens, on_gpu=True)
     held = (estimate.weights + estimate.optimizer + estimate.gradients) / GIB
     return {
         "expected_held": held,

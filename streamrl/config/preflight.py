@@ -404,18 +404,10 @@ def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | No
     None for other placement modes. Raises ConfigError with the arithmetic if the memory exceeds
     placement.memory_mb.
     """
-    budget_mb, generator = config.placement.memory_mb, config.generator
+    budget_mb = config.placement.memory_mb
     if not config.placement.is_hybrid:
         return None
-    from streamrl.engines.memory.memory_model import estimate_worker_memory
-
-    memory = estimate_worker_memory(
-        config.model.path,
-        config.trainer,
-        generator,
-        micro_batch_tokens=config.pipeline.micro_batch_tokens,
-        on_gpu=on_gpu,
-    )
+    memory = estimate_role_memory(config, POLICY, on_gpu=on_gpu)
     fitted = memory.fit_budget(budget_mb)
     if fitted.releases_kv and config.weights.kv == "keep":
         raise ConfigError(

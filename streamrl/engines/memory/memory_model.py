@@ -1,19 +1,13 @@
-"""Memory of a colocated worker, a trainer rank and its generator, from the model itself."""
+"""Sizes of a model that decide the memory of a trainer rank, from the model itself."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch.nn import Parameter
 
-from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.memory.training_memory import (
-    DTYPE_BYTES,
-    TrainingSizes,
-    estimate_rank_memory,
-)
-from streamrl.engines.memory.worker_memory import WorkerMemory
+from streamrl.engines.memory.training_memory import DTYPE_BYTES, TrainingSizes
 from streamrl.engines.models.activation_checkpointing import iter_tokenwise_mlps
-from streamrl.engines.models.forward import iter_layers, load_skeleton
+from streamrl.engines.models.forward import iter_layers
 from streamrl.engines.models.lora import count_trained_params
 from streamrl.engines.models.tensor_parallel import (
     iter_split_params,
@@ -24,24 +18,6 @@ from streamrl.engines.trainer_config import TrainerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def estimate_worker_memory(
-    model_path: str,
-    trainer: TrainerConfig,
-    generator: GeneratorConfig,
-    *,
-    micro_batch_tokens: int,
-    on_gpu: bool,
-) -> WorkerMemory:
-    """Estimate the memory of a colocated worker: a trainer rank and its generator in a process.
-
-    `micro_batch_tokens` bounds the tokens of a micro-batch, padding included. On a GPU,
-    generator.kv_cache_mb must be set.
-    """
-    sizes = measure_training_sizes(load_skeleton(model_path), trainer, on_gpu=on_gpu)
-    tokens = -(-micro_batch_tokens // trainer.sequence_parallel)
-    return estimate_rank_memory(sizes, trainer, generator, tokens=tokens, on_gpu=on_gpu)
 
 
 def measure_training_sizes(

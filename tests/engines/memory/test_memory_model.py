@@ -19,9 +19,14 @@ from transformers import (
 
 from benchmarks.memory import GIB, count_peaks, make_config
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.memory.memory_model import estimate_worker_memory
-from streamrl.engines.memory.training_memory import TransientMemory, estimate_transient_memory
+from streamrl.engines.memory.memory_model import measure_training_sizes
+from streamrl.engines.memory.training_memory import (
+    TransientMemory,
+    estimate_rank_memory,
+    estimate_transient_memory,
+)
 from streamrl.engines.memory.worker_memory import WorkerMemory
+from streamrl.engines.models.forward import load_skeleton
 from streamrl.engines.trainer_config import TrainerConfig
 from tests import forked
 from tests.engines.memory_ranks import CASES, TOKENS, run_rank
@@ -57,7 +62,9 @@ def estimate_memory(
     path: str, trainer: TrainerConfig, *, tokens: int = 0, on_gpu: bool = False, **generator: Any
 ) -> WorkerMemory:
     config = GeneratorConfig(kv_cache_mb=3, **generator)
-    return estimate_worker_memory(path, trainer, config, micro_batch_tokens=tokens, on_gpu=on_gpu)
+    sizes = measure_training_sizes(load_skeleton(path), trainer, on_gpu=on_gpu)
+    tokens = -(-tokens // trainer.sequence_parallel)
+    return estimate_rank_memory(sizes, trainer, config, tokens=tokens, on_gpu=on_gpu)
 
 
 def test_torch_backend_holds_weights_gradients_and_two_moments(path: str):
