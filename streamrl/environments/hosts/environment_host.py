@@ -467,17 +467,11 @@ def _are_messages(observation: Any) -> bool:
 class ToolSources:
     """Sources in the order of environment.tools, behind one list of tools.
 
-    own_tools: tools of the user's class. max_reply_chars: longest reply that the policy reads.
+    own_tools: tools of the user's class.
     """
 
-    def __init__(
-        self,
-        configs: Sequence[ToolConfig],
-        own_tools: Sequence[ToolSchema],
-        *,
-        max_reply_chars: int,
-    ) -> None:
-        self._sources = [_make_source(config, max_reply_chars) for config in configs]
+    def __init__(self, configs: Sequence[ToolConfig], own_tools: Sequence[ToolSchema]) -> None:
+        self._sources = [_make_source(config) for config in configs]
         self._own_tools = own_tools
         self._tools_by_source: list[Sequence[ToolSchema]] | None = None
         self._listing = asyncio.Lock()
@@ -533,9 +527,9 @@ class ToolSources:
         await map_concurrently(open_source, sources, most=len(sources))
 
 
-def _make_source(config: ToolConfig, max_reply_chars: int) -> ToolSource:
+def _make_source(config: ToolConfig) -> ToolSource:
     if config.kind == PYTHON:
-        return PythonTools(config, kept_chars=max_reply_chars)
+        return PythonTools(config, kept_chars=EnvironmentConfig.max_reply_chars)
     # Here, because the package takes more than a second to import.
     name = "streamrl.environments.tool_sources.mcp_tools"
     mcp_tools = import_optional(name, setting=config.label, extra="mcp")
@@ -677,9 +671,7 @@ class EnvironmentHost:
         name, spec = settings.single
         self._is_openenv = spec.kind == OPENENV_KIND
         self._class = load_user_class(spec, section=get_environment_section(name))
-        self._sources = ToolSources(
-            spec.tools, self._class.description.tools, max_reply_chars=settings.max_reply_chars
-        )
+        self._sources = ToolSources(spec.tools, self._class.description.tools)
         self._calls = HostCalls()
         self._sessions: dict[int, UserEnvironment] = {}
         self._running: dict[int, asyncio.Task[Any]] = {}
@@ -740,7 +732,7 @@ class EnvironmentHost:
             known = self._class.description
             known = replace(known, has_step=False, tools=tools, serves_tools=True)
             self._class = replace(self._class, description=known)
-            self._sources = ToolSources((), tools, max_reply_chars=self._settings.max_reply_chars)
+            self._sources = ToolSources((), tools)
 
     def _make_environment(self) -> UserEnvironment:
         if self._class.description.has_step:

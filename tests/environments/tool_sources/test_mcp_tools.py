@@ -284,7 +284,7 @@ async def test_what_a_machine_lacks_is_a_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.delitem(sys.modules, "streamrl.environments.tool_sources.mcp_tools")
     with pytest.raises(ConfigError, match=r"import of mcp .*; run pip install 'streamrl\[mcp"):
-        environment_host.ToolSources([remote], (), max_reply_chars=9)
+        environment_host.ToolSources([remote], ())
     with pytest.raises(ModuleNotFoundError, match=r"streamrl\.missing"):
         import_optional("streamrl.missing", setting="kind=mcp", extra="mcp")
 
