@@ -241,7 +241,9 @@ class RunConfig(ConfigSections):
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
         find_split_model(self.rewards, REWARDS)
         find_split_model(self.costs, COSTS)
-        check_consistency(self)
+        check_conflicts(self, _iter_conflicts(self))
+        if self.environment.is_enabled:
+            self.data.check_shared_template()
 
     @property
     def needs_resharding(self) -> bool:
@@ -370,13 +372,6 @@ class RunConfig(ConfigSections):
 
 MODEL_FREE_CALLS = (GENERATE_CALL, REWARD_CALL, COST_CALL)
 """Calls of roles other than trained ones that have no model of their own to score with."""
-
-
-def check_consistency(config: RunConfig) -> None:
-    """Run all checks across config sections. Raises ConfigError at the first contradiction."""
-    check_conflicts(config, _iter_conflicts(config))
-    if config.environment.is_enabled:
-        config.data.check_shared_template()
 
 
 def _iter_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -652,7 +647,7 @@ def load_sections(path: Path | None, overrides: Sequence[str] = ()) -> ConfigSec
     for override in overrides:
         _apply_override(settings, override)
     with _name_source(str(path), overrides):
-        sections = _build_sections(ConfigSections, settings)
+        sections = parse_settings(ConfigSections, settings)
     _make_paths_absolute(sections)
     return sections
 
@@ -667,7 +662,7 @@ def build_config(
     for override in overrides:
         _apply_override(settings, override)
     with _name_source(source, overrides):
-        config = parse_settings(settings)
+        config = parse_settings(RunConfig, settings)
         if not skips_dry_run:
             check_algorithm(config)
     _make_paths_absolute(config)
@@ -683,7 +678,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     changed = OmegaConf.create(config_to_dict(config))
     for key, value in settings.items():
         OmegaConf.update(changed, key, value, merge=False, force_add=True)
-    return parse_settings(changed)
+    return parse_settings(RunConfig, changed)
 
 
 @contextlib.contextmanager
@@ -697,16 +692,11 @@ def _name_source(source: str, overrides: Sequence[str]) -> Iterator[None]:
         raise error if is_overridden else ConfigError(f"{source}: {error}") from None
 
 
-def parse_settings(settings: DictConfig) -> RunConfig:
-    """Convert settings in YAML's structure to a RunConfig; check keys, types and values.
+def parse_settings(kind: type[ConfigT], settings: DictConfig) -> ConfigT:
+    """Convert settings in YAML's structure to a RunConfig, or to sections without checks across.
 
-    Raises a one-line ConfigError.
+    Raises a one-line ConfigError for keys, types and values.
     """
-    return _build_sections(RunConfig, settings)
-
-
-def _build_sections(kind: type[ConfigT], settings: DictConfig) -> ConfigT:
-    """Return the sections with checked keys, types and values."""
     raw = drop_removed_settings(OmegaConf.to_container(settings))
     config = merge_settings(kind, prepare_settings(raw, kind, "", _suggest_key), location="")
     assert isinstance(config, kind)

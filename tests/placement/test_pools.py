@@ -103,7 +103,7 @@ def make_config(*, algorithm: str = "ppo", **placement) -> RunConfig:
         "algorithm": {"name": algorithm, "kl_coef": 0.1},
         "placement": placement,
     }
-    return parse_settings(OmegaConf.create(settings))
+    return parse_settings(RunConfig, OmegaConf.create(settings))
 
 
 @pytest.mark.parametrize(
