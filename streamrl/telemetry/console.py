@@ -190,11 +190,6 @@ class RunConsole(MetricsSink):
     def start(self, config: Mapping[str, Any]) -> None:
         self.started_at = self.clock()
 
-    def restore_rows(self, rows: Iterable[tuple[int, MetricsRow]]) -> None:
-        """Add the rows of a resumed run's earlier steps: first values stay those of its start."""
-        for step, row in rows:
-            self.progress.add_row(step, row)
-
     def log_step(self, step: int, row: MetricsRow) -> None:
         self._print_omitted_events()
         evals = self.add_row(step, row)

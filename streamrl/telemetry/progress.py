@@ -1,6 +1,7 @@
 """Progress of a command's work on standard error: a bar, or a spinner where the total is unknown.
 
-    with show_progress("checking rows", total=len(rows), unit="rows") as progress:
+    with show_progress("reading rows") as progress:
+        progress.describe("checking", len(rows), "rows")
         for row in rows:
             check(row)
             progress.advance()
@@ -184,11 +185,9 @@ class ProgressLine:
 
 
 @contextmanager
-def show_progress(
-    text: str, total: int | None = None, unit: str = "", *, mode: str = "auto"
-) -> Iterator[ProgressLine]:
+def show_progress(text: str, *, mode: str = "auto") -> Iterator[ProgressLine]:
     """Show the progress of the block once it takes long. mode: a value of telemetry.console."""
-    line = ProgressLine(WorkStatus(text, total, unit), mode=mode)
+    line = ProgressLine(WorkStatus(text), mode=mode)
     try:
         line.start()
         yield line

@@ -153,7 +153,9 @@ def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -
         else PlainConsole(run_info, console)
     )
     if run_info.resume_step is not None:
-        run_console.restore_rows(_read_past_rows(run_info))
+        # First values stay those of the run's start.
+        for step, row in _read_past_rows(run_info):
+            run_console.progress.add_row(step, row)
     return run_console
 
 

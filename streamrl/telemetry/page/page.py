@@ -145,7 +145,7 @@ def draw_metrics(run: RunRecord, metrics: Mapping[str, str], **more: Any) -> lis
     return [
         make_run_line(run, label, run.get_column(name), **{"color": pick_color(i), **more})
         for i, (label, name) in enumerate(metrics.items())
-        if run.has_metric(name)
+        if name in run.metric_names
     ]
 
 

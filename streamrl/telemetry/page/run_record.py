@@ -180,9 +180,6 @@ class RunRecord:
             start = last + 1
         return labels
 
-    def has_metric(self, name: str) -> bool:
-        return name in self.metric_names
-
     def select_names(self, prefix: str) -> list[str]:
         """Return the names of metrics `prefix/<one segment>` that have a value."""
         return [
