@@ -178,7 +178,7 @@ class RestingLayer:
         old = self.tensors
         self._set_block(torch.zeros(sum(map(_measure_slot, old.values())), dtype=torch.uint8))
         for key, tensor in self.tensors.items():
-            _get_local(tensor).copy_(_get_local(old[key]))
+            get_local(tensor).copy_(get_local(old[key]))
 
     def _set_block(self, block: Tensor) -> None:
         self.block, self.tensors = block, self.view_block(block)
@@ -188,7 +188,7 @@ class RestingLayer:
         """Return tensors like the layer's, as views of a block on any device."""
         views, start = dict[int, Tensor](), 0
         for key, tensor in self.tensors.items():
-            local = _get_local(tensor)
+            local = get_local(tensor)
             view = block[start : start + local.nbytes].view(local.dtype).view(local.shape)
             start += _measure_slot(tensor)
             if isinstance(tensor, DTensor):
@@ -199,11 +199,14 @@ class RestingLayer:
         return views
 
 
-def _get_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; a plain tensor is returned whole."""
+def get_local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor; a plain tensor is returned whole.
+
+    It is the tensor object itself, whose `data` can be set; `to_local` makes a view.
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _measure_slot(tensor: Tensor) -> int:
     """Return the bytes from a tensor's start in a block to the next tensor's."""
-    return -(-_get_local(tensor).nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-get_local(tensor).nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

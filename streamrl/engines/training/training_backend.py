@@ -27,6 +27,7 @@ from streamrl.engines.models.activation_checkpointing import iter_chunked_mlps
 from streamrl.engines.models.forward import iter_layers
 from streamrl.engines.models.layer_offload import (
     get_fsdp_offload_policy,
+    get_local,
     iter_writable_parameters,
 )
 from streamrl.engines.models.stored_weights import StoredWeights
@@ -600,7 +601,7 @@ class TorchBackend(TrainingBackend):
                 view.copy_(local)
                 # Rebind both in place: the model refers to the parameter's local tensor, the
                 # optimizer to `local`.
-                _get_local_tensor(self.trained_params[name]).data = view
+                get_local(self.trained_params[name]).data = view
                 local.data = view
 
     def iter_fragments(self) -> Iterator[ParameterFragment]:
@@ -646,15 +647,10 @@ def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _get_local_tensor(parameter: Tensor) -> Tensor:
-    """Return the local tensor object of a parameter, to set its `data`; `to_local` makes a view."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
 def _copy_local_params(module: PreTrainedModel) -> None:
     """Copy this rank's parameters out of the memory of the whole model."""
     for parameter in module.parameters():
-        local = _get_local_tensor(parameter)
+        local = get_local(parameter)
         local.data = local.detach().clone()
 
 
