@@ -30,7 +30,7 @@ from streamrl.planner.calibration.run_trace import RunTrace, load_run_trace
 from streamrl.planner.costs.constants import CostConstants, get_bounds
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.problem.problem import PlacementProblem
-from streamrl.planner.problem.stage_timings import ScoreTiming, StageTimings
+from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.telemetry.progress import show_progress
 
 SOLVER_ROUNDS = 3
@@ -182,19 +182,12 @@ def _link_coefficients(problem: PlacementProblem, placement: Placement) -> dict[
 def _normalize_rule_batches(timings: StageTimings, problem: PlacementProblem) -> StageTimings:
     """Convert rule-based score stages to batches of one group, as in the cost model."""
     size = problem.workload.group_size
-    score = {}
+    score = dict(timings.score)
     for stage, timing in timings.score.items():
-        normalized = timing
         if problem.find_model(stage) is None and timing.batch > 1:
             group_s = timing.batch_duration_s(timing.batch * size, 0.0) / timing.batch
-            normalized = ScoreTiming(
-                timing.replicas,
-                1,
-                max(0.0, group_s - timing.rollout_s * size),
-                timing.rollout_s,
-                0.0,
-            )
-        score[stage] = normalized
+            batch_s = max(0.0, group_s - timing.rollout_s * size)
+            score[stage] = replace(timing, batch=1, batch_s=batch_s, token_s=0.0)
     return replace(timings, score=score)
 
 
