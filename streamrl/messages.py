@@ -102,14 +102,9 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
         "int32", ColumnAxis.ROLLOUT, "index of the episode that the rollout is a sample of"
     ),
 }
-ROLLOUT_COLUMNS = (
-    "token_ids",
-    "loss_mask",
-    "generator_logprobs",
-    "policy_version",
-    "lengths",
-    "finish_reason",
-)
+ROLLOUT_TOKEN_COLUMNS = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
+"""The arrays of a `Rollout`."""
+ROLLOUT_COLUMNS = (*ROLLOUT_TOKEN_COLUMNS, "lengths", "finish_reason")
 EPISODE_COLUMNS = (
     "token_source",
     "num_turns",
@@ -334,10 +329,9 @@ def derive_continuation_seed(seed: int, num_existing: int) -> int:
 
 def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
     """Concatenate the rollouts of a group into ROLLOUT_COLUMNS."""
-    token_names = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
     columns: dict[str, Array] = {
         name: np.concatenate([getattr(rollout, name) for rollout in rollouts])
-        for name in token_names
+        for name in ROLLOUT_TOKEN_COLUMNS
     }
     columns["lengths"] = np.array([len(r.token_ids) for r in rollouts], np.int32)
     columns["finish_reason"] = np.array([r.finish_reason.value for r in rollouts], np.int8)
@@ -352,16 +346,10 @@ def split_token_column(column: Array, lengths: Array) -> list[Array]:
 def columns_to_rollouts(columns: Columns) -> list[Rollout]:
     """Split the ROLLOUT_COLUMNS of a group into rollouts, whose arrays are views of the columns."""
     lengths = columns["lengths"]
-    cut = {
-        name: split_token_column(columns[name], lengths)
-        for name in ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
-    }
+    parts = {name: split_token_column(columns[name], lengths) for name in ROLLOUT_TOKEN_COLUMNS}
     return [
         Rollout(
-            token_ids=cut["token_ids"][i],
-            loss_mask=cut["loss_mask"][i],
-            generator_logprobs=cut["generator_logprobs"][i],
-            policy_version=cut["policy_version"][i],
+            **{name: arrays[i] for name, arrays in parts.items()},
             finish_reason=FinishReason(int(columns["finish_reason"][i])),
         )
         for i in range(len(lengths))

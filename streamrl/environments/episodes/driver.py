@@ -52,6 +52,7 @@ from streamrl.errors import ConfigError, EpisodeError, GenerationError
 from streamrl.files.hf_config import read_eos_token_ids
 from streamrl.messages import (
     EPISODE_COLUMN,
+    ROLLOUT_TOKEN_COLUMNS,
     TRUNCATIONS,
     Array,
     Columns,
@@ -245,12 +246,11 @@ class EpisodeTokens:
         self._source[-count:][bridge.is_observation] = TokenSource.OBSERVATION
 
     def _append(self, rollout: Rollout, start: int, source: TokenSource) -> None:
-        names = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
         self._rollout = replace(
             self._rollout,
             **{
                 name: np.concatenate([getattr(self._rollout, name), getattr(rollout, name)[start:]])
-                for name in names
+                for name in ROLLOUT_TOKEN_COLUMNS
             },
         )
         added = np.full(len(rollout.token_ids) - start, source, np.int8)
