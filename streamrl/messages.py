@@ -303,15 +303,18 @@ class Rollout:
         return self.token_ids[int(np.argmax(self.loss_mask)) :]
 
 
+def derive_seed(text: str, *, digest_size: int = 4) -> int:
+    """Return a seed that depends on the text only; with a digest of 4 bytes, 0 to 2^31 - 1."""
+    digest = hashlib.blake2b(text.encode(), digest_size=digest_size).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 def make_rollout_seeds(run_seed: int, uid: str, count: int) -> list[int]:
     """Return `count` sampling seeds in [0, 2^31), one per rollout of the prompt `uid`.
 
     Weights, prompt and seed determine a rollout.
     """
-    digests = (
-        hashlib.blake2b(f"{run_seed}/{uid}/{i}".encode(), digest_size=4) for i in range(count)
-    )
-    return [int.from_bytes(digest.digest(), "big") >> 1 for digest in digests]
+    return [derive_seed(f"{run_seed}/{uid}/{i}") for i in range(count)]
 
 
 def derive_continuation_seed(seed: int, num_existing: int) -> int:
@@ -321,10 +324,7 @@ def derive_continuation_seed(seed: int, num_existing: int) -> int:
     2^63 - 1, depends only on that seed and `num_existing`, so resuming at the same token is
     reproducible.
     """
-    if num_existing == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/{num_existing}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "big") >> 1
+    return derive_seed(f"{seed}/{num_existing}", digest_size=8) if num_existing else seed
 
 
 def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:

@@ -9,7 +9,6 @@ trainer use them.
 """
 
 import asyncio
-import hashlib
 import heapq
 import itertools
 from collections import Counter
@@ -62,6 +61,7 @@ from streamrl.messages import (
     TokenSource,
     TurnOutcome,
     derive_continuation_seed,
+    derive_seed,
     describe_prompt,
     rollouts_to_columns,
 )
@@ -486,8 +486,7 @@ class EpisodeState:
 
 def make_environment_seed(seed: int, uid: str) -> int:
     """Return the environment's seed, 0 to 2^31 - 1: equal for all episodes of the prompt `uid`."""
-    digest = hashlib.blake2b(f"{seed}/environment/{uid}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return derive_seed(f"{seed}/environment/{uid}")
 
 
 def derive_attempt_seed(seed: int, attempt: int) -> int:
@@ -495,10 +494,7 @@ def derive_attempt_seed(seed: int, attempt: int) -> int:
 
     With the same seed the policy would write the words again at which its environment has failed.
     """
-    if attempt == 1:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/attempt/{attempt}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return seed if attempt == 1 else derive_seed(f"{seed}/attempt/{attempt}")
 
 
 async def wait_before_retry(attempt: int) -> None:
