@@ -17,7 +17,7 @@ from streamrl.files.typed_settings import (
     get_setting,
     list_fixed_settings,
 )
-from streamrl.run_dir.checkpoint import Checkpoint
+from streamrl.run_dir.checkpoint import Checkpoint, get_role_dirs
 
 _LAYOUT_SETTINGS = (
     *("backend", "world_size", "tensor_parallel", "sequence_parallel", "zero_stage", "threads"),
@@ -52,7 +52,7 @@ def check_overrides(stored: RunConfig, config: RunConfig, checkpoint: Checkpoint
     if checkpoint is not None:
         roles = [call.role for call in config.dataflow.select_calls(CallKind.TRAIN)]
         _check_role_files(checkpoint, roles)
-        state = checkpoint.get_role_dirs(POLICY)[1]
+        state = get_role_dirs(checkpoint.path, POLICY)[1]
         was_saved = (state / REFERENCE_FILE).is_file()
         rule = (
             f"a resumed run must keep it {'above' if was_saved else 'at'} 0, as {checkpoint.path}"
@@ -64,7 +64,7 @@ def check_overrides(stored: RunConfig, config: RunConfig, checkpoint: Checkpoint
 
 def _check_role_files(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
     """Raise ConfigError if the checkpoint lacks the model or the trainer state of a role."""
-    for folder in (folder for role in roles for folder in checkpoint.get_role_dirs(role)):
+    for folder in (folder for role in roles for folder in get_role_dirs(checkpoint.path, role)):
         if not folder.is_dir() or not any(folder.iterdir()):
             location = folder.relative_to(checkpoint.path)
             raise ConfigError(f"--resume {checkpoint.path}: {location}/ is missing or empty")

@@ -111,10 +111,7 @@ class Checkpoint:
 
     @property
     def model_dir(self) -> Path:
-        return self.get_role_dirs(POLICY)[0]
-
-    def get_role_dirs(self, role: str) -> tuple[Path, Path]:
-        return get_role_dirs(self.path, role)
+        return get_role_dirs(self.path, POLICY)[0]
 
 
 def get_role_dirs(path: Path, role: str) -> tuple[Path, Path]:
@@ -149,9 +146,6 @@ class CheckpointWriter:
     def discard(self) -> None:
         """Remove the hidden folder of an unfinished checkpoint."""
         shutil.rmtree(self.partial_dir, ignore_errors=True)
-
-    def get_role_dirs(self, role: str) -> tuple[Path, Path]:
-        return get_role_dirs(self.partial_dir, role)
 
     def add_proofs(self, proofs: Mapping[Path, FileProof]) -> None:
         self._proofs.update(proofs)

@@ -14,7 +14,7 @@ from streamrl.config.preflight import prepare_run
 from streamrl.config.run_config import dump_config, load_config
 from streamrl.dataflow import POLICY
 from streamrl.engines.trainer_config import REFERENCE_FILE
-from streamrl.run_dir.checkpoint import CheckpointWriter
+from streamrl.run_dir.checkpoint import CheckpointWriter, get_role_dirs
 from streamrl.run_dir.run_config_file import CONFIG_FILE
 from streamrl.run_dir.run_lock import LOCK_FILE, acquire_run_lock
 from tests.descendants import descendants
@@ -52,7 +52,7 @@ def saved(toy: Path, tmp_path: Path) -> Saved:
         )
         (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
         writer = CheckpointWriter(run_dir, 1)
-        for folder in (*writer.get_role_dirs(POLICY), writer.queue_dir):
+        for folder in (*get_role_dirs(writer.partial_dir, POLICY), writer.queue_dir):
             folder.mkdir()
             (folder / "file").write_text("state")
         full: Any = {"version": 1, "ledger": Ledger().state_dict(), "cuts": {}, "dials": {}}

@@ -27,6 +27,7 @@ from streamrl.run_dir.checkpoint import (
     find_resume_point,
     find_snapshot,
     get_journal_dir,
+    get_role_dirs,
     link_checkpoint,
     list_checkpoints,
     read_checkpoint,
@@ -50,9 +51,9 @@ def write(
     **cuts: int,
 ) -> Path:
     writer = CheckpointWriter(run_dir, version)
-    for folder in (writer.get_role_dirs(POLICY)[0], writer.queue_dir):
+    for folder in (get_role_dirs(writer.partial_dir, POLICY)[0], writer.queue_dir):
         folder.mkdir()
-    (writer.get_role_dirs(POLICY)[0] / "weights").write_text(str(version))
+    (get_role_dirs(writer.partial_dir, POLICY)[0] / "weights").write_text(str(version))
     shard_cuts = {name.replace("_", "-"): cut for name, cut in cuts.items()}
     contents = state(version, shard_cuts)
     if evaluation is not None:
@@ -116,7 +117,7 @@ def test_a_repeated_save_replaces_the_checkpoint(tmp_path: Path):
 
 def test_the_proof_of_the_process_that_wrote_a_file_finds_later_damage(tmp_path: Path):
     writer = CheckpointWriter(tmp_path, 5)
-    weights = writer.get_role_dirs(POLICY)[0] / "weights"
+    weights = get_role_dirs(writer.partial_dir, POLICY)[0] / "weights"
     weights.parent.mkdir()
     weights.write_text("5")
     writer.add_proofs(prove_files([weights]))
@@ -155,7 +156,7 @@ def test_resume_uses_the_newest_checkpoint_and_its_journal(tmp_path: Path):
     assert point.checkpoint is not None
     assert (point.run_dir, point.version, point.should_keep_journal) == (tmp_path, 100, True)
     assert (point.checkpoint.model_dir / "weights").read_text() == "100"
-    assert point.checkpoint.get_role_dirs(POLICY)[1] == point.checkpoint.path / "trainer"
+    assert get_role_dirs(point.checkpoint.path, POLICY)[1] == point.checkpoint.path / "trainer"
 
 
 def test_resume_without_a_checkpoint_starts_at_version_0_with_the_journal(tmp_path: Path):
@@ -241,7 +242,7 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path, vers
     run_with_two_checkpoints(tmp_path)
     before = list_contents(tmp_path)
     for _ in range(2):  # the second save removes what the first left
-        CheckpointWriter(tmp_path, version).get_role_dirs(POLICY)[0].mkdir()
+        get_role_dirs(CheckpointWriter(tmp_path, version).partial_dir, POLICY)[0].mkdir()
     assert find_resume_point(tmp_path).version == 10
     find_resume_point(tmp_path).discard_later()
     assert list_contents(tmp_path) == before

@@ -9,7 +9,7 @@ from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePl
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import POLICY, CallKind
 from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
-from streamrl.run_dir.checkpoint import CheckpointWriter
+from streamrl.run_dir.checkpoint import CheckpointWriter, get_role_dirs
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightManifest
 from streamrl.weights.versions import is_logprob_check_due
@@ -164,7 +164,7 @@ class TrainerGroup(ParallelTrainer):
         return manifest
 
     async def save_checkpoint(self, writer: CheckpointWriter) -> None:
-        folders = writer.get_role_dirs(self.role)
+        folders = get_role_dirs(writer.partial_dir, self.role)
         async with self._ranks.exclude_others():
             for proofs in await self._ranks.call_ranks(
                 "save_checkpoint", *folders, timeout_s=SAVE_TIMEOUT_S

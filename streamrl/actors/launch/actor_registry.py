@@ -43,7 +43,7 @@ from streamrl.engines.vllm.rank_groups import assign_rank_groups
 from streamrl.errors import ActorLostError
 from streamrl.files.hf_config import make_trusted_env
 from streamrl.placement.resource_demand import ClusterCapacity, ResourceDemand, check_fits
-from streamrl.run_dir.checkpoint import Checkpoint
+from streamrl.run_dir.checkpoint import Checkpoint, get_role_dirs
 from streamrl.weights.config import RUN_TOKEN_ENV
 
 
@@ -293,7 +293,7 @@ class ActorRegistry:
                     self._config.generator.start_timeout_s,
                 )
                 training_state_dir = (
-                    checkpoint.get_role_dirs(role.role)[1].absolute() if checkpoint else None
+                    get_role_dirs(checkpoint.path, role.role)[1].absolute() if checkpoint else None
                 )
                 arguments = (role.names, role.calls, rendezvous, training_state_dir)
             for i, (actor, name) in enumerate(zip(role.actors, role.names, strict=True)):

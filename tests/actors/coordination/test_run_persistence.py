@@ -16,14 +16,19 @@ from streamrl.actors.coordination.run_persistence import (
 )
 from streamrl.buffer.journal import Journal, JournalConfig
 from streamrl.errors import JournalError, NoSpaceError, StreamError
-from streamrl.run_dir.checkpoint import CheckpointConfig, get_journal_dir, read_checkpoint
+from streamrl.run_dir.checkpoint import (
+    CheckpointConfig,
+    get_journal_dir,
+    get_role_dirs,
+    read_checkpoint,
+)
 from streamrl.stream.evaluation.config import EvaluationConfig
 
 
 class Trainer:
     async def save_checkpoint(self, writer: Any) -> None:
         await asyncio.sleep(0.01)
-        (writer.get_role_dirs("policy")[0]).mkdir(parents=True)
+        get_role_dirs(writer.partial_dir, "policy")[0].mkdir(parents=True)
 
 
 class Shard:
