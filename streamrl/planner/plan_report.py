@@ -52,7 +52,7 @@ GB = 1e9
 
 NO_FIX_TEXT = (
     "smaller micro-batches, trainer.gradient_checkpointing, trainer.offload_optimizer,"
-    " trainer.lora_rank and more devices do not help either, as far as tried"
+    " trainer.lora_rank, more devices and more main memory do not help either, as far as tried"
 )
 
 SimulatedPoint = tuple[BoundOptimum, SimulationResult]

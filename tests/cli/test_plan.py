@@ -190,6 +190,7 @@ def test_a_reward_model_too_large_for_a_gpu_is_split(
     ("cluster", "setting", "suggested"),
     [
         ("2xH100", "generator.kv_cache_mb=70000", "generator.kv_cache_mb=null"),
+        pytest.param("2xH100+4GB", "", "--cluster 2xH100+16GB", marks=pytest.mark.slow),
     ],
 )
 def test_suggested_fixes_let_the_run_fit(

@@ -245,6 +245,10 @@ class CostModel:
             stage, assignment, None, offload_idle=False, is_hosted=is_hosted
         )
         free_bytes = self._find_min_usable_bytes(assignment) - footprint.memory.resident_bytes
+        mesh, cluster = assignment.mesh, self.problem.cluster
+        host_bytes = cluster.find_node_group(mesh.first).node_host_bytes
+        if footprint.host.sum_on_node(mesh, cluster) > host_bytes:
+            return None
         return (
             None
             if free_bytes < max(footprint.memory.active_bytes, footprint.min_kv_bytes)

@@ -8,7 +8,7 @@ during training; other systems release it then.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 
@@ -252,6 +252,9 @@ class HostBytes:
     per_rank: float = 0.0
     per_node: float = 0.0
 
+    def sum_on_node(self, mesh: Mesh, cluster: Cluster) -> float:
+        return self.per_node + self.per_rank * mesh.count_devices_per_node(cluster)
+
 
 def estimate_host_bytes(cost: CallCost, kind: CallKind, *, is_in_trainer: bool) -> HostBytes:
     """Return the main memory that a run's call takes on nodes with GPUs."""
@@ -427,18 +430,20 @@ class DeviceMemory:
         }
         for node in sorted({first for first, _ in spans.values()}):
             parts = {
-                stage: host.per_node
-                + host.per_rank * calls[stage].mesh.count_devices_per_node(cluster)
+                stage: host.sum_on_node(calls[stage].mesh, cluster)
                 for stage, host in placed
                 if spans[stage][0] <= node <= spans[stage][1]
             }
             stage = next(stage for stage in parts if spans[stage][0] == node)
-            has = cluster.find_node_group(calls[stage].mesh.first).node_host_bytes
-            if sum(parts.values()) > has:
+            group = cluster.find_node_group(calls[stage].mesh.first)
+            has, needed = group.node_host_bytes, sum(parts.values())
+            if needed > has:
                 terms = ", ".join(f"{s} {_format_gb(size)}" for s, size in parts.items())
+                larger = replace(group, host_bytes=math.ceil(needed / GB) * GB)
                 return (
-                    f"node {node}: needs {_format_gb(sum(parts.values()))} GB of main memory; it"
-                    f" has {_format_gb(has)}: {terms}"
+                    f"node {node}: needs {_format_gb(needed)} GB of main memory; it has"
+                    f" {_format_gb(has)}, {_format_gb(needed - has)} GB short: {terms}; --cluster"
+                    f" {larger} has enough"
                 )
         return ""
 

@@ -1,5 +1,6 @@
 """Memory of calls and devices: sums, the message about a shortage, and offloading of idle state."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -164,7 +165,7 @@ def test_values_are_computed_by_their_critic_without_a_copy():
     assert "the ranks of critic compute it" in costs.explain_infeasible(whole)
 
 
-def test_a_node_without_the_main_memory_for_offloads_refuses_them():
+def test_a_node_without_the_main_memory_for_offloads_refuses_them_and_says_how_much_has_enough():
     trainer = TrainerConfig(offload_optimizer=True, gradient_checkpointing=True)
     for size, refused in (("+100GB", True), ("+400GB", False)):
         problem = make_problem(
@@ -176,7 +177,8 @@ def test_a_node_without_the_main_memory_for_offloads_refuses_them():
         optimizer, versions = 16 * SHAPE.num_params, 3 * 2 * SHAPE.num_params
         needed = (optimizer + versions + 8 * (2 << 30)) / GB
         assert reason == refused * (
-            f"node 0: needs {needed:.1f} GB of main memory; it has 100.0: train {needed:.1f}"
+            f"node 0: needs {needed:.1f} GB of main memory; it has 100.0, {needed - 100:.1f} GB"
+            f" short: train {needed:.1f}; --cluster 8xA100+{math.ceil(needed)}GB has enough"
         )
 
 
