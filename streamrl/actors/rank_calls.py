@@ -23,6 +23,8 @@ from streamrl.weights.transport import estimate_send_s
 GROUPS_PER_RANK = 8
 """Most groups of a rank in a call: about a micro-batch where each has one rollout, as in PPO."""
 MAX_CALLS = 2
+TRANSFERS = ("publish_weights", "publish_reference", "copy_weights")
+"""Methods of ranks that send or receive all parameters, so that they may take longer."""
 RankScore = Callable[[str, Sequence[Experience]], Awaitable[None]]
 """Has the ranks of a model score groups of a stage and commit the columns."""
 
@@ -42,7 +44,6 @@ class RankCalls:
     is_collective: whether calls of the ranks contain collectives. Two that started concurrently
     could start in different orders on two ranks and deadlock, so `exclude_others` keeps them apart.
     holds_version: cleared while the ranks' model is between two versions and must not score.
-    transfer_timeout_s: deadline of a call that sends or receives all parameters.
     """
 
     def __init__(
@@ -59,8 +60,7 @@ class RankCalls:
         self._loads = [0] * self.dp_size
         self.dp_ranks = [config.get_dp_rank(rank) for rank in range(len(actors))]
         self._names, self._actors = names, actors
-        self._timeout_s = get_call_timeout_s(config)
-        self.transfer_timeout_s = get_call_timeout_s(config, transferred=model_bytes)
+        self._config, self._model_bytes = config, model_bytes
         self._lock = asyncio.Lock()
         self._is_collective = is_collective
         self.holds_version = asyncio.Event()
@@ -80,7 +80,8 @@ class RankCalls:
         self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float | None = None
     ) -> list[Any]:
         """Call a method of every rank with its own arguments; return the replies by rank."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        transferred = self._model_bytes if method in TRANSFERS else 0
+        timeout_s = timeout_s or get_call_timeout_s(self._config, transferred=transferred)
         calls = (
             call_actor(actor, name, method, *values, timeout_s=timeout_s)
             for actor, name, values in zip(self._actors, self._names, arguments, strict=True)

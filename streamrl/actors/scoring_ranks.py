@@ -210,8 +210,7 @@ class ModelScorerActor(LeadingRankActor):
         ranks = self._started_ranks
         async with ranks.exclude_others():
             started = time.perf_counter()
-            timeout_s = ranks.transfer_timeout_s
-            await self._finish_on_ranks(ranks.call_ranks("copy_weights", timeout_s=timeout_s))
+            await self._finish_on_ranks(ranks.call_ranks("copy_weights"))
             return WeightLoadStats(pause_s=time.perf_counter() - started)
 
     async def compute_logprobs(self, sequences: Sequence[Array]) -> None:

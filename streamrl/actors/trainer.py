@@ -298,16 +298,18 @@ class TrainerActor(RankActor):
         followers: Sequence[str],
     ) -> WeightManifest | None:
         """Send tensors by the role's writer; a rank without a writer only takes part in gathers."""
-        from streamrl.weights.buckets import publish_gathered
+        from streamrl.weights.buckets import publish_version
 
-        return publish_gathered(
-            tensors,
-            version=version,
-            bucket_bytes=self._config.weights.bucket_bytes,
-            writer=self._writers.get(role),
-            followers=followers,
-            is_collective=self._model.has_sharded_params,
-        )
+        try:
+            if (writer := self._writers.get(role)) is None:
+                return None
+            writer.set_readers(followers)
+            size = self._config.weights.bucket_bytes
+            return publish_version(tensors, version=version, bucket_bytes=size, writer=writer)
+        finally:
+            # After a failed send the other ranks still gather the remaining tensors.
+            for _ in tensors if self._model.has_sharded_params else ():
+                pass
 
     async def save_checkpoint(self, model_dir: Path, trainer_dir: Path) -> dict[Path, FileProof]:
         """Write this rank's files of a checkpoint; return their proofs. All ranks must call.

@@ -108,33 +108,6 @@ def publish_version(
     return manifest
 
 
-def publish_gathered(
-    named_tensors: Iterator[tuple[str, torch.Tensor]],
-    *,
-    version: int,
-    bucket_bytes: int,
-    writer: TransportWriter | None,
-    followers: Sequence[str] = (),
-    is_collective: bool,
-) -> WeightManifest | None:
-    """Publish tensors as `publish_version` does; a rank without a writer publishes nothing.
-
-    followers: names of the current followers, for transports that address them.
-    is_collective: reading the tensors gathers them from all ranks, so that every rank reads all.
-    """
-    try:
-        if writer is None:
-            return None
-        writer.set_readers(followers)
-        return publish_version(
-            named_tensors, version=version, bucket_bytes=bucket_bytes, writer=writer
-        )
-    finally:
-        # After a failed send the other ranks still gather the remaining tensors.
-        for _ in named_tensors if is_collective else ():
-            pass
-
-
 class RunningChecksum:
     """Checksum of a bucket that is being filled front to back, computed on `thread`.
 

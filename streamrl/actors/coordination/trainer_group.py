@@ -145,8 +145,7 @@ class TrainerGroup(ParallelTrainer):
                     self._num_published, every=self._probe_every
                 )
             manifest, *_ = await self._ranks.call_ranks(
-                *("publish_weights", version, followers, self._has_logprob_check),
-                timeout_s=self._ranks.transfer_timeout_s,
+                "publish_weights", version, followers, self._has_logprob_check
             )
             self._num_published += version != self._published_version
             self._published_version = version
@@ -156,10 +155,7 @@ class TrainerGroup(ParallelTrainer):
     async def publish_reference(self, version: int, followers: Sequence[str]) -> WeightManifest:
         """Update the policy's EMA reference and publish it as `version`; return the manifest."""
         async with self._publish_lock, self._ranks.exclude_others():
-            manifest, *_ = await self._ranks.call_ranks(
-                *("publish_reference", version, followers),
-                timeout_s=self._ranks.transfer_timeout_s,
-            )
+            manifest, *_ = await self._ranks.call_ranks("publish_reference", version, followers)
         assert isinstance(manifest, WeightManifest)
         return manifest
 
