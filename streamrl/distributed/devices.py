@@ -9,7 +9,7 @@ torch, the module does not.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -197,16 +197,22 @@ def make_device_env(*, on_gpu: bool) -> dict[str, str]:
 
 
 @contextmanager
-def use_device(*, on_gpu: bool) -> Iterator[None]:
-    """Context in which this process, the driver, belongs to a run on this device."""
-    before = os.environ.get(DEVICE_ENV)
-    os.environ.update(make_device_env(on_gpu=on_gpu))
+def override_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Context in which this process, and those that it starts, have these environment variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        os.environ.pop(DEVICE_ENV)
-        if before is not None:
-            os.environ[DEVICE_ENV] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def use_device(*, on_gpu: bool) -> AbstractContextManager[None]:
+    """Context in which this process, the driver, belongs to a run on this device."""
+    return override_environment(make_device_env(on_gpu=on_gpu))
 
 
 def check_device(*, assigned_gpus: int = 0) -> None:

@@ -34,6 +34,7 @@ from ray._private.state import GlobalState
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from streamrl.actors.launch.fork_server import LAUNCHER_PATH, TOKEN_AUTH_ENV, is_serving
+from streamrl.distributed.devices import override_environment
 from streamrl.errors import ActorError
 
 LOOPBACK = "127.0.0.1"
@@ -106,16 +107,11 @@ def start_local_ray(
 @contextlib.contextmanager
 def override_ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Context that sets environment variables for Ray, here and in processes that Ray starts."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    _reload_environment()
     try:
-        yield
+        with override_environment(variables):
+            _reload_environment()
+            yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
         _reload_environment()
 
 

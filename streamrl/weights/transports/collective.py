@@ -25,10 +25,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as SendTimeoutError
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -42,6 +41,7 @@ from streamrl.distributed.devices import (
     NCCL_ENV,
     get_local_device,
     make_gpu_stream,
+    override_environment,
     use_gpu_stream,
 )
 from streamrl.distributed.process_group import serve_tcp_store
@@ -235,21 +235,8 @@ def make_nccl_group(store: dist.Store, rank: int, size: int, deadline: SharedDea
     # Otherwise connecting to a dead rank never returns.
     options.config.blocking = 0
     os.environ.update(NCCL_ENV)
-    with _set_environment(NCCL_WATCHDOG_ENV):
+    with override_environment(NCCL_WATCHDOG_ENV):
         return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def serve_readers(host: str, timeout_s: float) -> dist.TCPStore:
