@@ -2,21 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from operator import add, sub
 from typing import Any
 
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor, gather_replies
+from streamrl.config.run_config import RunConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import Experience, GroupLease
 from streamrl.pipeline import score_groups
 from streamrl.stream.protocols import StageContext
-from streamrl.stream.stage_worker import (
-    COMMITTED,
-    ConcurrencyLimit,
-    InFlightWork,
-    StageResult,
-)
+from streamrl.stream.stage_worker import COMMITTED, ConcurrencyLimit, InFlightWork, StageResult
 from streamrl.weights import ServedVersion
 from streamrl.weights.transport import estimate_send_s
 
@@ -36,6 +32,14 @@ def get_call_timeout_s(config: TrainerConfig, *, transferred: int = 0) -> float:
     these may have twice the bytes.
     """
     return config.collective_timeout_s + CALL_TIMEOUT_S + estimate_send_s(2 * transferred)
+
+
+def get_publish_timeout_s(config: RunConfig, model_bytes: Mapping[str, int]) -> float:
+    """Return the deadline of publishing all models of a run. model_bytes: weight files by role."""
+    return max(
+        get_call_timeout_s(config.get_trainer_config(role), transferred=model_bytes[role])
+        for role in config.dataflow.trained_roles
+    )
 
 
 class RankCalls:

@@ -31,12 +31,7 @@ from streamrl.own_loops.model_workers import (
     TrainedWorker,
     make_loop_config,
 )
-from streamrl.own_loops.worker_group import (
-    ResourcePool,
-    WorkerGroup,
-    WorkerGroupReply,
-    put,
-)
+from streamrl.own_loops.worker_group import ResourcePool, WorkerGroup, WorkerGroupReply, put
 from streamrl.resharding.grids import RankGrid
 from streamrl.run_dir.checkpoint import (
     CheckpointState,

@@ -22,11 +22,7 @@ from streamrl.actors.engine_factory import RealEngineFactory
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.trainer import make_logprob_check, prove_rank_files, run_saves
 from streamrl.actors.transport.ray_calls import set_rendezvous
-from streamrl.algorithms import (
-    list_derivation_columns,
-    list_required_columns,
-    summarize_policy,
-)
+from streamrl.algorithms import list_derivation_columns, list_required_columns, summarize_policy
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.algorithms.math.training_metrics import summarize_critic
 from streamrl.buffer.micro_batch_schedule import MicroBatch, Round, ScheduledRound
@@ -89,8 +85,11 @@ def set_world_size(config: RunConfig, ranks: int) -> RunConfig:
     return with_settings(config, settings)
 
 
-def check_loop_config(config: RunConfig) -> None:
-    """Raise ConfigError for settings that an own loop does not support or would not read."""
+def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
+    """Return the config of PolicyWorkers on `ranks` ranks: each worker trains and samples.
+
+    Raises ConfigError for settings that have no effect in an own loop or are not supported there.
+    """
     is_split = config.generator.tensor_parallel > 1
     is_placed = config.placement.mode not in ("auto", "colocated")
     conflicts: list[Conflict] = [
@@ -111,14 +110,6 @@ def check_loop_config(config: RunConfig) -> None:
         if split := config.find_split_reward(role):
             size = split.options.world_size
             raise ConfigError(f"{split.key}.world_size={size}: an own loop has whole ones; set 1")
-
-
-def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
-    """Return the config of PolicyWorkers on `ranks` ranks: each worker trains and samples.
-
-    Raises ConfigError as `check_loop_config` does.
-    """
-    check_loop_config(config)
     return with_placement_mode(set_world_size(config, ranks), "colocated")
 
 
@@ -573,7 +564,6 @@ class ScorerWorker:
         if not self._calls:
             roles = dict.fromkeys(c.role for c in SOURCE_CALLS if c.kind is CallKind.SCORE)
             raise ConfigError(f"ScorerWorker: role={role}: must be one of {', '.join(roles)}")
-        check_loop_config(config)
         self._role, self._config = role, config
         self._loop, engines = asyncio.Runner(), RealEngineFactory()
         if role in REWARD_ROLES:

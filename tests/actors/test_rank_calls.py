@@ -7,14 +7,20 @@ from contextlib import asynccontextmanager
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.actors.rank_calls import RankCalls, lead_scoring, share_leases
+from streamrl.actors.rank_calls import (
+    RankCalls,
+    get_publish_timeout_s,
+    lead_scoring,
+    share_leases,
+)
+from streamrl.algorithms import AlgorithmConfig
 from streamrl.buffer import ExperienceQueue
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.messages import Experience, GroupInfo, GroupLease
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import StageContext
 from streamrl.telemetry.spans import SpanRecorder
-from tests.actors.fakes import FakeActor
+from tests.actors.fakes import FakeActor, make_config
 from tests.buffer.shards import prompt
 from tests.stream.test_stage_worker import UIDS, open_shard
 from tests.virtual_time import in_virtual_time
@@ -113,6 +119,13 @@ async def test_groups_that_become_ready_while_ranks_score_share_the_next_call():
     await asyncio.sleep(10.0)
     leading.cancel()
     assert calls == [[UIDS[0]], [UIDS[1]], list(UIDS[2:5])]
+
+
+def test_the_slowest_model_bounds_a_publish_of_all():
+    slow = {"lr": 1e-5, "collective_timeout_s": 1000.0}
+    config = make_config(algorithm=AlgorithmConfig("ppo"), critic=CriticConfig(trainer=slow))
+    assert get_publish_timeout_s(config, {"policy": 10**9, "critic": 0}) == 1120.0
+    assert get_publish_timeout_s(config, {"policy": 10**11, "critic": 0}) == 420.0 + 2000.0
 
 
 @in_virtual_time

@@ -32,7 +32,7 @@ from streamrl.actors.coordination.run_persistence import RunPersistence
 from streamrl.actors.coordination.step_reporter import StepReporter
 from streamrl.actors.coordination.trainer_group import TrainerGroup
 from streamrl.actors.liveness import PingableActor
-from streamrl.actors.rank_calls import lead_scoring
+from streamrl.actors.rank_calls import get_publish_timeout_s, lead_scoring
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
@@ -123,6 +123,7 @@ class CoordinatorActor(PingableActor):
             for role in roles
             if role.kind is CallKind.TRAIN
         }
+        self._publish_timeout_s = get_publish_timeout_s(config, context.model_bytes)
         self._run_state = self._make_run_state(run_log, version)
         self._queue = ExperienceQueue(context.shards, "coordinator")
         self._role_actors = {role.role: role for role in roles}
@@ -495,8 +496,7 @@ class CoordinatorActor(PingableActor):
         """Stop the run after the current micro-batch, or after the step if an update has begun."""
         self._run_state.request_stop()
         if (publisher := self._run_state.publisher).is_publishing:
-            timeout_s = self._config.trainer.collective_timeout_s + CALL_TIMEOUT_S
-            status = WorkStatus("publishing weights", timeout_s=timeout_s)
+            status = WorkStatus("publishing weights", timeout_s=self._publish_timeout_s)
             with self._driver_events.report_status(status):
                 await publisher.wait_until_published()
 

@@ -19,7 +19,7 @@ from streamrl.actors.launch.actor_registry import ActorRegistry
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
 from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
 from streamrl.actors.queue_shard import create_shards
-from streamrl.actors.rank_calls import get_call_timeout_s
+from streamrl.actors.rank_calls import get_publish_timeout_s
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
 from streamrl.config.preflight import PreparedRun, compute_max_group_bytes
@@ -170,7 +170,9 @@ class RunSession:
         roles = list(registry.roles.values())
         data = (self._prepared.prompts, self._prepared.eval_prompts)
         start_reply = coordinator.start.remote(context, registry.stream_roles, *data, checkpoint)
-        fetch_reply(start_reply, "coordinator.start", self._first_publish_timeout_s)
+        publish_s = get_publish_timeout_s(self._config, self._prepared.model_bytes)
+        timeout_s = CALL_TIMEOUT_S + PUBLISH_ATTEMPTS * publish_s
+        fetch_reply(start_reply, "coordinator.start", timeout_s)
         for role in roles:
             if role.kind is not CallKind.TRAIN:
                 pairs = zip(role.names, role.actors, strict=True)
@@ -393,16 +395,6 @@ class RunSession:
             journal_files = files if config.queue.journal.enabled else None
             plans[f"shard-{i}"] = ShardPlan(schemas, config.queue, capacity, session, journal_files)
         return plans
-
-    @property
-    def _first_publish_timeout_s(self) -> float:
-        """Timeout of the coordinator's start, which publishes the initial version, s."""
-        config, model_bytes = self._config, self._prepared.model_bytes
-        publish_s = max(
-            get_call_timeout_s(config.get_trainer_config(role), transferred=model_bytes[role])
-            for role in config.dataflow.trained_roles
-        )
-        return CALL_TIMEOUT_S + PUBLISH_ATTEMPTS * publish_s
 
     def _wait_until_ready(self, status: Callable[[str], None]) -> list[str]:
         """Wait until all actors have started; DeadlineError names the actors that are late.
