@@ -256,8 +256,7 @@ class TrainedStep:
         }
         groups = [(group.ready_version, group.info) for group in self.groups]
         packed = zlib.compress(msgspec.json.encode((groups, schedules)))
-        entry = _make_entry("step", version=self.version, uids=list(group_indices))
-        return JournalRecord(entry, packed)
+        return _make_record("step", packed, version=self.version, uids=list(group_indices))
 
     @classmethod
     def from_record(cls, record: JournalRecord) -> "TrainedStep":
@@ -307,8 +306,8 @@ def _decode_rounds(
     )
 
 
-def _make_entry(kind: str, **facts: Any) -> dict[str, Any]:
-    return {"kind": kind, "time": time.time(), **facts}
+def _make_record(kind: str, payload: bytes = b"", **facts: Any) -> JournalRecord:
+    return JournalRecord({"kind": kind, "time": time.time(), **facts}, payload)
 
 
 @dataclass
@@ -325,15 +324,13 @@ class RunLog:
 
     async def record_start(self, version: int) -> None:
         """Log that a process starts the run, or takes the run over, at `version`."""
-        await self.record_log.append([JournalRecord(_make_entry("open", version=version))])
+        await self.record_log.append([_make_record("open", version=version)])
 
     async def record_admissions(self, uids: Sequence[str], version: int) -> None:
         """Log the admission of prompts at `version` and mark them as in flight."""
         for uid in uids:
             self.ledger.mark_admitted(uid, version)
-        await self.record_log.append(
-            [JournalRecord(_make_entry("admit", version=version, uids=list(uids)))]
-        )
+        await self.record_log.append([_make_record("admit", version=version, uids=list(uids))])
 
     async def record_step(self, step: TrainedStep) -> None:
         """Log a training step and mark its groups as trained; skip a replayed step."""
@@ -354,13 +351,10 @@ class RunLog:
         One append for both: a crash cannot separate the end of a group from its readmission.
         """
         records = [
-            JournalRecord(_make_entry("end", uid=uid, **asdict(outcome)))
-            for uid, outcome in ended.items()
+            _make_record("end", uid=uid, **asdict(outcome)) for uid, outcome in ended.items()
         ]
         if readmitted:
-            records.append(
-                JournalRecord(_make_entry("admit", version=version, uids=list(readmitted)))
-            )
+            records.append(_make_record("admit", version=version, uids=list(readmitted)))
         await self.record_log.append(records)
         for uid, outcome in ended.items():
             _mark_finished(self.ledger, uid, outcome)
