@@ -219,10 +219,8 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling the array itself takes ten times as long as the rest of a prompt.
-        tokens = self.token_ids.tobytes()
-        row = (self.messages, self.data_source, self.ground_truth, self.extra_info)
-        origin = (self.row_location, self.is_chat, self.environment)
-        return prompt_from_parts, (self.uid, tokens, *row, *origin)
+        uid, tokens, *rest = msgspec.structs.astuple(self)
+        return prompt_from_parts, (uid, tokens.tobytes(), *rest)
 
 
 def describe_prompt(prompt: Prompt) -> str:

@@ -155,10 +155,8 @@ _EXTENSION_DECODERS: Mapping[int, Callable[[bytes], Any]] = {
 
 def encode_prompt(prompt: Prompt) -> bytes:
     """Encode a prompt as msgpack. Raises TypeError naming a value of an unsupported type."""
-    rest = (prompt.messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
-    parts = (prompt.uid, prompt.token_ids.tobytes(), *map(_to_plain, rest))
-    origin = (_to_plain(prompt.row_location), prompt.is_chat, _to_plain(prompt.environment))
-    return _to_msgpack((*parts, *origin))
+    uid, tokens, *rest = msgspec.structs.astuple(prompt)
+    return _to_msgpack((uid, tokens.tobytes(), *map(_to_plain, rest)))
 
 
 def decode_prompt(data: bytes) -> Prompt:
