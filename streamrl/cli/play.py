@@ -233,8 +233,7 @@ def run(arguments: argparse.Namespace) -> int:
     with_check = "with" if arguments.check else "without"
     for name, default in (PLAY_OPTIONS if arguments.check else CHECK_OPTIONS).items():
         if vars(arguments)[name] != default:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag}: has no effect {with_check} --check")
+            raise ConfigError(f"--{name}: has no effect {with_check} --check")
     recipe = load_sections(arguments.config) if arguments.config else None
     if arguments.check:
         return _run_check(arguments, recipe)

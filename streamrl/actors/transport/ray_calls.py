@@ -77,16 +77,14 @@ def fetch_reply(replies: Any, call_name: str, timeout_s: float = CALL_TIMEOUT_S)
         raise translate_error(error, call_name) from None
 
 
-async def fetch_objects(
-    references: Sequence[Any], call_name: str, timeout_s: float = CALL_TIMEOUT_S
-) -> list[Any]:
+async def fetch_objects(references: Sequence[Any], call_name: str) -> list[Any]:
     """Fetch many objects of Ray's store at once, in a thread.
 
     Awaiting each reference instead costs ten times as much.
     """
     # Ray warns about a blocking get in an asyncio actor; this get runs in a thread.
     os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
-    return list(await asyncio.to_thread(fetch_reply, list(references), call_name, timeout_s))
+    return list(await asyncio.to_thread(fetch_reply, list(references), call_name))
 
 
 def put_object(value: Any) -> Any:
