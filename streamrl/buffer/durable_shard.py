@@ -268,16 +268,12 @@ def repartition_shards(states: Sequence[ShardState], targets: Sequence[Path]) ->
     """
     for shard, target in enumerate(targets):
         target.mkdir(parents=True)
-        is_owned = partial(_is_owned, shard=shard, count=len(targets))
-        write_segment(get_segment_path(target, 1), _list_owned_records(states, is_owned))
-
-
-def _is_owned(uid: str, *, shard: int, count: int) -> bool:
-    return get_shard_index(uid, count) == shard
+        records = _list_owned_records(states, shard=shard, count=len(targets))
+        write_segment(get_segment_path(target, 1), records)
 
 
 def _list_owned_records(
-    states: Sequence[ShardState], is_owned: Callable[[str], bool]
+    states: Sequence[ShardState], *, shard: int, count: int
 ) -> Iterator[JournalRecord]:
     """Yield the journal records of a new shard, which owns some of the groups of old shards."""
     # The largest incarnation, so that no lease token is drawn again.
@@ -285,12 +281,12 @@ def _list_owned_records(
     for state in states:
         # Columns of trained groups, whose training step may be repeated; their prompts are gone.
         for uid, stage_columns in state.retired_groups.items():
-            if is_owned(uid):
+            if get_shard_index(uid, count) == shard:
                 yield make_admit_record(uid, b"", 0)
                 yield from _list_commit_records(uid, stage_columns, info=None, version=0)
                 yield make_remove_record([uid], 0)
         for group in state.groups.values():
-            if is_owned(group.uid):
+            if get_shard_index(group.uid, count) == shard:
                 group.leases.clear()  # void in a resumed run
                 yield from _list_group_records(group)
     yield make_remove_record([], max(state.version for state in states))

@@ -253,7 +253,7 @@ class ReshardingExecutor(ABC):
         self._rank = dist.get_rank()
         self._timeout_s = timeout_s
         self._source_ranks = plan.source.ranks
-        self._packer = BoxPacker({spec.name: spec.itemsize for spec in plan.target.model.tensors})
+        self._packer = BoxPacker(plan.target.model.itemsizes)
 
     def run(self, source: ShardStorage, target: ShardStorage) -> ReshardingStats:
         """Fill the storage `target` from `source`; every rank of the process group must call this.

@@ -146,7 +146,7 @@ class ModelLayout:
 
     def count_bytes(self, rank: int) -> int:
         """Return the bytes that a rank stores."""
-        sizes = {spec.name: spec.itemsize for spec in self.model.tensors}
+        sizes = self.model.itemsizes
         return sum(
             count_elements(s.boxes) * sizes[s.tensor] for s in self.shards.get(rank, {}).values()
         )

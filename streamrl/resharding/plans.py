@@ -118,9 +118,7 @@ def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern
     """Group the tensors of the target's model into patterns, ordered by their first tensors."""
     shard_forms = _ShardForms()
     tensors_by_key: dict[Hashable, list[str]] = {}
-    sizes = {}
     for spec in target.model.tensors:
-        sizes[spec.name] = spec.itemsize
         key = (
             spec.shape,
             spec.itemsize,
@@ -128,15 +126,15 @@ def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern
             shard_forms.list_forms(target, spec.name),
         )
         tensors_by_key.setdefault(key, []).append(spec.name)
+    sizes = target.model.itemsizes
     return [
         ShardPattern(
             tuple(tensors),
-            sizes[first_tensor],
-            _group_boxes_by_rank(source, first_tensor),
-            _group_boxes_by_rank(target, first_tensor),
+            sizes[tensors[0]],
+            _group_boxes_by_rank(source, tensors[0]),
+            _group_boxes_by_rank(target, tensors[0]),
         )
         for tensors in tensors_by_key.values()
-        for first_tensor in tensors[:1]
     ]
 
 
@@ -260,7 +258,7 @@ class CopyPlan:
     def count_received_bytes(self) -> dict[int, int]:
         """Return the bytes that each rank of the target receives from other ranks."""
         received = dict.fromkeys(self.target.ranks, 0)
-        sizes = _get_itemsizes(self.target)
+        sizes = self.target.model.itemsizes
         for moves, tensors in _group_by_identity(self.moves):
             element_bytes = sum(sizes[tensor] for tensor in tensors)
             for sources, receivers in _group_by_identity(moves):
@@ -287,7 +285,7 @@ class GatherPlan:
 
     def count_sent_bytes(self) -> dict[int, int]:
         """Return the bytes that each rank sends to every other rank of its group."""
-        sizes = _get_itemsizes(self.target)
+        sizes = self.target.model.itemsizes
         return {
             rank: sum(box.numel * sizes[tensor] for tensor, box in boxes)
             for rank, boxes in self.contributions.items()
@@ -336,7 +334,7 @@ def plan_gather(
 
     Raises ValueError if a group does not hold all that its ranks need.
     """
-    sizes = _get_itemsizes(target)
+    sizes = target.model.itemsizes
     patterns = find_patterns(source, target)
     contributions: dict[int, list[NamedBox]] = {rank: [] for group in groups for rank in group}
     sent_bytes: Counter[int] = Counter()
@@ -425,10 +423,6 @@ def _choose_source(
     if len(holders) == 1:
         return holders[0]
     return min(holders, key=lambda r: (cluster.get_node(r) != cluster.get_node(rank), sent[r], r))
-
-
-def _get_itemsizes(layout: ModelLayout) -> dict[str, int]:
-    return {spec.name: spec.itemsize for spec in layout.model.tensors}
 
 
 def _group_by_identity(objects: Mapping[Key, Value]) -> list[tuple[Value, list[Key]]]:

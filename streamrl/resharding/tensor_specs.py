@@ -104,6 +104,11 @@ class ModelSpec:
         """Bytes of the whole model, each tensor once."""
         return sum(spec.num_bytes for spec in self.tensors)
 
+    @property
+    def itemsizes(self) -> dict[str, int]:
+        """Bytes per element of each tensor, by name."""
+        return {spec.name: spec.itemsize for spec in self.tensors}
+
     def index_specs_by_name(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for spec in self.tensors}
 
