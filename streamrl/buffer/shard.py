@@ -999,11 +999,6 @@ def _make_grant(
     state: ShardState, group: GroupState, lease: GroupLease, wanted: set[str]
 ) -> LeaseGrant:
     """Build the reply that delivers a leased group, with the blobs of the `wanted` columns."""
-    blobs = [
-        columns.data
-        for columns in group.stage_columns.values()
-        if not wanted.isdisjoint(columns.column_names)
-    ]
     partial_rollouts = group.partial_rollouts.get(lease.stage)
     return LeaseGrant(
         lease=lease,
@@ -1012,9 +1007,16 @@ def _make_grant(
         ready_version=group.ready_version,
         outcome=group.outcome,
         prompt=None if lease.stage == state.last_stage else group.prompt,
-        blobs=tuple(blobs),
+        blobs=tuple(columns.data for columns in _select_columns(group.stage_columns, wanted)),
         partial_rollouts=() if partial_rollouts is None else (partial_rollouts.data,),
     )
+
+
+def _select_columns(
+    stage_columns: Mapping[str, StageColumns], wanted: set[str]
+) -> list[StageColumns]:
+    """Return the commits that contain some of the `wanted` columns."""
+    return [c for c in stage_columns.values() if not wanted.isdisjoint(c.column_names)]
 
 
 def _get_group_info(commit: ColumnCommit, group: GroupState | None) -> GroupInfo | None:
@@ -1059,10 +1061,7 @@ def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> ColumnBlobs:
         raise StreamError(f"group {uid} is neither in the queue nor in its journal")
     if lost := wanted.difference(*(columns.column_names for columns in stage_columns.values())):
         raise StreamError(f"group {uid}: no {sorted(lost)} are in the queue or in its journal")
-    selected = [
-        columns for columns in stage_columns.values() if not wanted.isdisjoint(columns.column_names)
-    ]
     return ColumnBlobs(
         join_pieces(read_blob(columns)) if columns.data is None else columns.data
-        for columns in selected
+        for columns in _select_columns(stage_columns, wanted)
     )
