@@ -131,17 +131,14 @@ async def evaluate_policy(
     if not chosen:
         raise ValueError("evaluation: no prompts")
 
-    async def sample_prompt(prompt: Prompt) -> _PromptScores:
-        seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
-        sampled = await generate(prompt, seeds)
-        scores = await score(prompt, sampled.columns)
-        return _to_prompt_scores(scores, prompt, sampled)
-
     async def sample_or_error(prompt: Prompt) -> _PromptScores | RewardError | EpisodeError:
+        seeds = make_rollout_seeds(config.seed, prompt.uid, config.samples)
         try:
-            return await sample_prompt(prompt)
+            sampled = await generate(prompt, seeds)
+            scores = await score(prompt, sampled.columns)
         except (RewardError, EpisodeError) as error:
             return error
+        return _to_prompt_scores(scores, prompt, sampled)
 
     prompts_in_order = [prompt for _, prompt in chosen]
     outcomes = await map_concurrently(sample_or_error, prompts_in_order, most=config.concurrency)
