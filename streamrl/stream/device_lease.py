@@ -218,11 +218,8 @@ class DeviceArbiter:
             self._preemption_events.pop(holder).set()
 
     def _grant_and_notify(self) -> None:
+        """Grant requests; wake `wait_for_preemption` of phases that conflict with the others."""
         self._grant_requests()
-        self._notify_holders()
-
-    def _notify_holders(self) -> None:
-        """Wake the `wait_for_preemption` calls of phases that conflict with a request."""
         for phase, grant in self._grants.items():
             if self._has_conflicting_request(phase):
                 for holder in grant.holders:
