@@ -75,8 +75,6 @@ MICRO_BATCH_DIVISORS = (2, 4, 8, 16)
 """Divisors of the configured micro-batch size to try."""
 CLUSTER_MULTIPLES = (2, 3, 4, 8)
 """Multiples of the number of devices to try."""
-HOST_MULTIPLES = (2, 4, 8, 16)
-"""Multiples of a node's main memory to try."""
 MAX_DEVICES = 512
 SIMULATION_LIMIT_S = 3.3
 """Estimated seconds of simulations beyond which only the best placements are simulated."""
@@ -119,17 +117,8 @@ def suggest_fixes(
         for times in CLUSTER_MULTIPLES
         if cluster.num_devices * times <= MAX_DEVICES
     )
-    roomier_clusters = [
-        Cluster(
-            tuple(replace(g, host_bytes=times * g.node_host_bytes) for g in cluster.node_groups)
-        )
-        for times in HOST_MULTIPLES
-    ]
-    tried = roomier_clusters if fits({}, roomier_clusters[-1]) else []
-    for clusters in (larger_clusters, tried):
-        sufficient = next((larger for larger in clusters if fits({}, larger)), None)
-        overrides += [f"--cluster {sufficient}"] if sufficient else []
-    return overrides
+    sufficient = next((larger for larger in larger_clusters if fits({}, larger)), None)
+    return overrides + ([f"--cluster {sufficient}"] if sufficient else [])
 
 
 def _scale_cluster(cluster: Cluster, times: int) -> Cluster:

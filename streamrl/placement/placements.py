@@ -1,7 +1,7 @@
 """A placement: devices and parallelism of every call of a dataflow, and the staleness bound."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -94,6 +94,17 @@ class Placement:
             raise ConfigError(
                 f"pipeline.max_staleness={self.max_staleness}: must be from 0 to {MAX_STALENESS}"
             )
+
+    def move_meshes(self, find_first: Callable[[int], int]) -> "Placement":
+        """Return the placement with each mesh moved.
+
+        find_first: new first device of the mesh that begins at a device.
+        """
+        calls = {
+            stage: replace(call, mesh=Mesh(find_first(call.mesh.first), call.mesh.size))
+            for stage, call in self.assignments.items()
+        }
+        return replace(self, assignments=calls)
 
     def overlaps(self, stage: str, other: str) -> bool:
         if stage not in self.assignments or other not in self.assignments:

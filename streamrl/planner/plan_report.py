@@ -9,7 +9,7 @@ from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CallKind
 from streamrl.files.printable_text import format_quantity
 from streamrl.placement.placements import Placement
-from streamrl.planner.problem.problem import PlacementEstimate, PlacementProblem
+from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.planner import (
     BoundOptimum,
     ExcludedBound,
@@ -52,7 +52,7 @@ GB = 1e9
 
 NO_FIX_TEXT = (
     "smaller micro-batches, trainer.gradient_checkpointing, trainer.offload_optimizer,"
-    " trainer.lora_rank, more devices and more main memory do not help either, as far as tried"
+    " trainer.lora_rank and more devices do not help either, as far as tried"
 )
 
 SimulatedPoint = tuple[BoundOptimum, SimulationResult]
@@ -246,15 +246,9 @@ HEADING = [
 
 def _candidate_to_json(candidate: PlacementCandidate) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": candidate.label, "placement": candidate.placement.to_dict()}
-    why = candidate.estimate.infeasible_reason
-    return fields | _estimate_to_json(candidate.estimate) | ({"why": why} if why else {})
-
-
-def _estimate_to_json(estimate: PlacementEstimate) -> dict[str, Any]:
-    if estimate.infeasible_reason:
-        return {"unfit": estimate.infeasible_reason}
-    names = ("step_s", "tokens_per_s", "idle", "device_idle", "memory_bytes", "free_bytes")
-    return {name: vars(estimate)[name] for name in names}
+    estimate = vars(candidate.estimate).copy()
+    reason = estimate.pop("infeasible_reason")
+    return fields | ({"unfit": reason} if reason else estimate)
 
 
 def simulation_to_json(result: SimulationResult) -> dict[str, Any]:

@@ -100,15 +100,7 @@ def renumber_devices(placement: Placement) -> Placement:
     """Renumber the devices of a placement from 0 without gaps, skipping unused devices."""
     used = sorted({d for a in placement.assignments.values() for d in a.mesh.devices})
     number = {device: i for i, device in enumerate(used)}
-    return replace(
-        placement,
-        assignments={
-            stage: replace(
-                assignment, mesh=Mesh(number[assignment.mesh.first], assignment.mesh.size)
-            )
-            for stage, assignment in placement.assignments.items()
-        },
-    )
+    return placement.move_meshes(number.__getitem__)
 
 
 def apply_placement(

@@ -1,6 +1,7 @@
 """`streamrl plan` and `streamrl simulate`: console output, written files."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,7 +191,6 @@ def test_a_reward_model_too_large_for_a_gpu_is_split(
     ("cluster", "setting", "suggested"),
     [
         ("2xH100", "generator.kv_cache_mb=70000", "generator.kv_cache_mb=null"),
-        pytest.param("2xH100+4GB", "", "--cluster 2xH100+16GB", marks=pytest.mark.slow),
     ],
 )
 def test_suggested_fixes_let_the_run_fit(
@@ -209,6 +209,14 @@ def test_suggested_fixes_let_the_run_fit(
     for remedy in plan["remedies"]:
         more = remedy.split() if remedy.startswith("--cluster") else remedy.split(", ")
         assert run(capsys, *words, *more)[0] == 0, remedy
+
+
+def test_a_shortage_of_main_memory_names_the_cluster_that_has_enough(refuse: Refuse):
+    words = ["simulate", GRPO, "--model", "qwen2.5-0.5b", "--prompt-tokens", "20", "--steps", "2"]
+    error = refuse(*words, "--cluster", "4xH100+4GB")
+    assert "node 0: needs " in error and " GB of main memory; it has 4.0, " in error
+    (sufficient,) = re.findall(r"; --cluster (4xH100\+\d+GB) has enough$", error)
+    assert main([*words, "--cluster", sufficient]) == 0
 
 
 def test_a_run_that_fits_nowhere_is_reported_with_the_arithmetic(

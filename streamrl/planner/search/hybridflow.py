@@ -68,20 +68,22 @@ def iter_set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
         yield [*subsets, [last]]
 
 
-def accept_any_mesh(number: int, mesh: Mesh) -> bool:
-    return True
-
-
 def iter_allocations(
-    cluster: Cluster, sets: int, accepts: Callable[[int, Mesh], bool] = accept_any_mesh
+    cluster: Cluster,
+    sets: int,
+    accepts: Callable[[int, Mesh], bool] = lambda _number, _mesh: True,
 ) -> Iterator[tuple[Mesh, ...]]:
     """Yield every way to divide the whole cluster into disjoint meshes, one per set of roles.
 
     Each set gets consecutive whole nodes, or a part of a single node. `accepts(i, mesh)` says
     whether set number i may have the mesh.
     """
-    edges = list_node_edges(cluster) if cluster.num_nodes > 1 else list_part_edges(cluster)
-    yield from _iter_runs(edges, sets, accepts, ())
+    yield from _iter_runs(_list_edges(cluster), sets, accepts, ())
+
+
+@cache
+def _list_edges(cluster: Cluster) -> list[int]:
+    return list_node_edges(cluster) if cluster.num_nodes > 1 else list_part_edges(cluster)
 
 
 def _iter_runs(
@@ -419,12 +421,32 @@ class MappingSearch:
         shared = 0.0
         if self._generator_mesh is not None:
             shared = find_bound((self._choices.generator_role,), self._generator_mesh)
+        num_devices, pairs = cluster.num_devices, itertools.combinations(_list_edges(cluster), 2)
+        sizes = sorted({end - first for first, end in pairs})
+        num_tried: dict[RoleSet, int] = {}
+
+        def find_fewest(roles: RoleSet) -> int:
+            """Return the fewest devices on which a set may be below the limit, which only falls."""
+            i = num_tried.get(roles, 0)
+            while i < len(sizes) and shared + find_bound(roles, Mesh(0, sizes[i])) >= limit_s():
+                i += 1
+            num_tried[roles] = i
+            return sizes[i] if i < len(sizes) else num_devices + 1
+
         for parts in iter_set_partitions(self._role_sets):
             sets = tuple(tuple(itertools.chain(*units)) for units in parts)
+            # On unlike nodes a set may need more devices than on the first.
+            fewest = [find_fewest(roles) if cluster.is_uniform else 1 for roles in sets]
+            if sum(fewest) > num_devices:
+                continue
+            ends = [num_devices - sum(fewest[i:]) for i in range(1, len(sets) + 1)]
 
-            def is_below_limit(i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets) -> bool:
-                """Return whether the bound of set number i on a mesh is below the limit."""
-                return shared + find_bound(sets[i], mesh) < limit_s()
+            def is_below_limit(
+                i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets, ends: Sequence[int] = ends
+            ) -> bool:
+                """Return whether set number i is below the limit, and the next ones have room."""
+                has_room = mesh.first + mesh.size <= ends[i]
+                return has_room and shared + find_bound(sets[i], mesh) < limit_s()
 
             for meshes in iter_allocations(cluster, len(sets), is_below_limit):
                 placed_sets = zip(sets, meshes, strict=True)

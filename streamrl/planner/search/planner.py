@@ -115,7 +115,9 @@ def plan_placement(  # noqa: PLR0913
     sub_placements: list[Placement] = []
     for first, sub_problem in iter_sub_problems(problem):
         plan = make_planner(sub_problem).plan(bounds, seed=seed, proposals=proposals)
-        sub_placements += [shift_devices(point.candidate.placement, first) for point in plan.points]
+        sub_placements += [
+            point.candidate.placement.move_meshes(first.__add__) for point in plan.points
+        ]
     return make_planner(problem).plan(
         bounds, seed=seed, proposals=proposals, known=sub_placements, run_bound=run_bound
     )
@@ -134,15 +136,6 @@ def iter_sub_problems(problem: PlacementProblem) -> Iterator[tuple[int, Placemen
         if len(cluster.node_groups) > 1 or nodes < group.num_nodes:
             sub_cluster = Cluster((replace(group, num_nodes=nodes),))
             yield first, replace(problem, cluster=sub_cluster)
-
-
-def shift_devices(placement: Placement, first: int) -> Placement:
-    """Add `first` to all device numbers: convert a placement on a part to the whole cluster."""
-    calls = {
-        stage: replace(assignment, mesh=Mesh(assignment.mesh.first + first, assignment.mesh.size))
-        for stage, assignment in placement.assignments.items()
-    }
-    return replace(placement, assignments=calls)
 
 
 class PlacementPlanner:

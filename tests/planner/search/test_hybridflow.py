@@ -101,6 +101,14 @@ def test_best_mapping_is_minimal_over_all_allocations():
     assert options.estimator.estimate_step_s(best) == min(seconds)
 
 
+@pytest.mark.parametrize("cluster", ["6x4xH100", "8xH100", "2x4xH100,2x4xA100"])
+def test_lowest_bounds_are_those_of_all_allocations(cluster: str):
+    options = choices(ppo(cluster, "llama-13b"))
+    mapping = MappingSearch(options, [(role,) for role in options.roles])
+    every = sorted(list_allocations(mapping), key=lambda allocation: allocation.lower_bound_s)
+    assert mapping.find_lowest(0, 20) == every[:20]
+
+
 def test_large_models_get_enough_nodes():
     options = choices(ppo("8x8xA100", "llama-70b"))
     mapping = MappingSearch(options, group_roles_by_model(options.problem))
