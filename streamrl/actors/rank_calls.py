@@ -14,7 +14,7 @@ from streamrl.pipeline import score_groups
 from streamrl.stream.protocols import StageContext
 from streamrl.stream.stage_worker import COMMITTED, ConcurrencyLimit, InFlightWork, StageResult
 from streamrl.weights import ServedVersion
-from streamrl.weights.transport import estimate_send_s
+from streamrl.weights.transport import estimate_model_send_s
 
 GROUPS_PER_RANK = 8
 """Most groups of a rank in a call: about a micro-batch where each has one rollout, as in PPO."""
@@ -28,10 +28,9 @@ RankScore = Callable[[str, Sequence[Experience]], Awaitable[None]]
 def get_call_timeout_s(config: TrainerConfig, *, transferred: int = 0) -> float:
     """Return the deadline of a call of a model's ranks, which may wait for each other.
 
-    transferred: size of the weight files, if the call sends or receives all parameters. In float32
-    these may have twice the bytes.
+    transferred: size of the weight files, if the call sends or receives all parameters.
     """
-    return config.collective_timeout_s + CALL_TIMEOUT_S + estimate_send_s(2 * transferred)
+    return config.collective_timeout_s + CALL_TIMEOUT_S + estimate_model_send_s(transferred)
 
 
 def get_publish_timeout_s(config: RunConfig, model_bytes: Mapping[str, int]) -> float:

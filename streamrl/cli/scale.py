@@ -17,6 +17,7 @@ from streamrl.run_dir.control_requests import (
 )
 from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.progress import show_progress
+from streamrl.weights.transport import estimate_model_send_s
 
 OPTION_ROLES = {facts.label: role for role, facts in SERVING_ROLES.items()}
 """Role that each option scales."""
@@ -63,4 +64,7 @@ def compute_timeout_s(run_dir: Path, counts: Mapping[str, int]) -> float:
             text = f": the ranks of {host} compute it" if host else ""
             raise ConfigError(f"--{option.replace('_', '-')}: this run has no {role}{text}")
     start_s = config.generator.start_timeout_s + START_MARGIN_S
-    return PLACE_TIMEOUT_S + start_s + config.pipeline.stall_s + LEAVE_TIMEOUT_S
+    folders = (Path(config.get_model_path(role)) for role in config.dataflow.trained_roles)
+    sizes = (file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+    load_s = config.pipeline.stall_s + estimate_model_send_s(sum(sizes))
+    return PLACE_TIMEOUT_S + start_s + load_s + LEAVE_TIMEOUT_S

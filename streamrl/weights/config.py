@@ -3,12 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from streamrl.files.typed_settings import (
-    above,
-    at_least,
-    check_conflicts,
-    one_of,
-)
+from streamrl.files.typed_settings import above, at_least, check_conflicts, one_of
 
 AUTO = "auto"
 OBJECT_STORE = "store"

@@ -14,11 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamrl.distributed.devices import (
-    has_local_gpu,
-    pin_host_memory,
-    unpin_host_memory,
-)
+from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
 from streamrl.messages import Array
 
 FREE_BLOCKS: defaultdict[tuple[int, bool], list[mmap.mmap]] = defaultdict(list)

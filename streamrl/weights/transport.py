@@ -24,6 +24,14 @@ def estimate_send_s(num_bytes: int) -> float:
     return num_bytes / MIN_BYTES_PER_S
 
 
+def estimate_model_send_s(file_bytes: int) -> float:
+    """Return the seconds that a model's parameters take. file_bytes: size of its weight files.
+
+    In float32 the parameters may have twice the bytes.
+    """
+    return estimate_send_s(2 * file_bytes)
+
+
 class TransportWriter:
     """Publisher's end of a transport. Handles one version at a time, from one thread."""
 

@@ -128,6 +128,7 @@ class RunSession:
             self._request_inbox,
             loops=self._loop_replies,
             starting=self._pending_starts,
+            model_bytes=max(prepared.model_bytes.values()),
         )
 
     def start(

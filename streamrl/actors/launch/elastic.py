@@ -27,6 +27,7 @@ from streamrl.run_dir.control_requests import (
     ScaleRequest,
     ScaleRequestInbox,
 )
+from streamrl.weights.transport import estimate_model_send_s
 
 POLL_INTERVAL_S = 0.2
 ReportHandler = Callable[[DriverReport], None]
@@ -114,12 +115,13 @@ class ReplicaScaler:
 
     loops: pending replies of all actors' loops. The scaler adds those of joining replicas and
     removes those of leaving ones.
+    model_bytes: size of the largest model's weight files, which a joining replica loads.
     starting: pending restarts of actors, from which the scaler removes leaving replicas.
 
     Iteration yields the replies that the scaler waits for; pass finished ones to `handle_reply`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: RunConfig,
         registry: ActorRegistry,
@@ -127,10 +129,11 @@ class ReplicaScaler:
         *,
         loops: dict[Any, str],
         starting: PendingStarts,
+        model_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start_timeout_s = starting.timeout_s
-        self._serve_timeout_s = config.pipeline.stall_s
+        self._serve_timeout_s = config.pipeline.stall_s + estimate_model_send_s(model_bytes)
         self._placement = config.placement
         self._registry = registry
         self._request_inbox = inbox

@@ -26,6 +26,7 @@ from tests.virtual_time import ManualClock
 
 START_S = 30.0
 STALL_S = load_config(RECIPE).pipeline.stall_s
+MODEL_BYTES = 140 * 10**9  # in bfloat16; in float32, at 100 MB/s, they take 2800 s
 
 
 @dataclass
@@ -119,6 +120,7 @@ class Run:
             self.inbox,
             loops=self.loops,
             starting=self.starting,
+            model_bytes=MODEL_BYTES,
             clock=lambda: self.now,
         )
 
@@ -220,11 +222,13 @@ def test_a_replica_that_never_serves_is_rejected_and_the_run_goes_on(
         case "its answer":
             run.reply("serving generator-1")
         case "timeout":
-            run.look(after_s=STALL_S + 1)
+            run.look(after_s=STALL_S + 2799)
+            assert not run.registry.removed
+            run.look(after_s=2)
     run.look()
     reason = "bucket 0: gone"
     if reported_by == "timeout":
-        reason = f"no version of the weights loaded within {STALL_S:g} s"
+        reason = f"no version of the weights loaded within {STALL_S + 2800:g} s"
     assert run.line == f"failed: generators: 1 -> 1 (generator-1 cannot join: {reason})"
     assert run.registry.removed == ["generator-1"]
     assert run.registry.roles["generator"].names == ["generator-0"]
