@@ -263,6 +263,7 @@ def measure_setting(policy: str, critic: str, nodes: int) -> dict[str, Any]:
     """
     models = [f"policy={policy}", f"reference={policy}", f"critic={critic}", f"reward={critic}"]
     words = ["configs/ppo_arithmetic.yaml", "--cluster", f"{nodes}x8xA100@200Gb", *HYBRIDFLOW_STEP]
+    words.append("rewards=[{kind: model, path: reward, batch_tokens: 4096}]")
     seconds, plan = run_plan([*words, *(word for name in models for word in ("--model", name))])
     best = plan["best"]
     calls = {
