@@ -234,7 +234,10 @@ def _reserve_ranks(
 ) -> PlacementGroup:
     try:
         return reserve_bundles(
-            bundles, node=node, waiting=lambda text: waiting(f"{demand.role}: {text}")
+            bundles,
+            node=node,
+            timeout_s=CAPACITY_WAIT_S,
+            waiting=lambda text: waiting(f"{demand.role}: {text}"),
         )
     except ConfigError as error:
         raise ConfigError(f"{demand.setting}={demand.count}: {error}") from None
