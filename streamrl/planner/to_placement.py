@@ -25,7 +25,7 @@ from streamrl.dataflow import (
     Dataflow,
     ModelCall,
 )
-from streamrl.engines.models.model_shapes import BF16_BYTES, ModelShape
+from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.models.tensor_parallel_support import (
     SplitSizes,
     explain_uneven_experts,
@@ -62,8 +62,6 @@ OBJECT_STORE_SLACK = 1.05
 """Reserve for extra columns that rewards add."""
 HOSTED_VALUES = ((VALUE_CALL, "train_critic"), (COST_VALUE_CALL, "train_cost_critic"))
 """Calls that compute values, and the stage that trains their critic."""
-WHOLE_SHARE = 0.25
-"""Share of a device's memory below which a reward model is planned whole: splits gain little."""
 NO_MATCHING_POOLS = "no placement mode or pools of roles give these devices"
 
 
@@ -202,14 +200,8 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
     The function restricts `list_zero_stages` by the run's settings and models.
     """
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
-    smallest = min(group.device.memory_bytes for group in problem.cluster.node_groups)
     # Only the sole model of a list of rewards can be split: a process is in one group of ranks.
-    whole_roles = {
-        role
-        for role in problem.models.keys() & {*REWARD_ROLES}
-        if len(config.list_model_rewards(role)) != 1
-        or problem.models[role].num_params * BF16_BYTES < WHOLE_SHARE * smallest
-    }
+    whole_roles = {role for role in REWARD_ROLES if len(config.list_model_rewards(role)) != 1}
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         if call.role in whole_roles:

@@ -267,28 +267,6 @@ def test_split_rules_exclude_layouts_that_training_cannot_run():
         assert bool(rules(calls[CallKind.GENERATE], RankGrid(1, ranks, 1))) == serves, model
 
 
-@pytest.mark.parametrize(
-    ("model", "cluster", "rewards", "is_split"),
-    [
-        ("llama-13b", "8xH100", "[{kind: model, path: judge}]", True),
-        ("llama-7b", "8xH100", "[{kind: model, path: judge}]", False),
-        ("llama-7b", "8xV100", "[{kind: model, path: judge}]", True),
-        # A process is a rank of one model.
-        ("llama-13b", "8xH100", "[{kind: model, path: a}, {kind: model, path: b}]", False),
-    ],
-)
-def test_a_reward_model_of_over_a_quarter_of_a_device_may_be_split(
-    model: str, cluster: str, rewards: str, is_split: bool
-):
-    config = recipe("grpo", f"rewards={rewards}")
-    request = PlannerRequest(20, {"policy": "qwen2.5-0.5b", "reward": model})
-    problem = build_planner_problem(config, Cluster.from_text(cluster), request)
-    rules = make_split_rules(config, problem)
-    (call,) = (call for call in config.dataflow.calls if call.role == "reward")
-    assert bool(rules(call, RankGrid(1, 2, 1))) == is_split
-    assert rules(call, RankGrid(1, 1, 2)) == ((1, 3) if is_split else (1,))
-
-
 BFLOAT16 = "trainer.dtype=bfloat16"
 FSDP2 = ("trainer.backend=torch", "trainer.world_size=2", "trainer.zero_stage=3")
 
