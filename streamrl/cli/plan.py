@@ -6,6 +6,7 @@ then runs the best placements of each staleness bound and decides.
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from streamrl.config.run_config import (
 )
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import format_yaml
-from streamrl.placement.clusters import Cluster
+from streamrl.placement.clusters import GB, Cluster
 from streamrl.placement.placements import MAX_STALENESS
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.plan_report import (
@@ -75,6 +76,8 @@ MICRO_BATCH_DIVISORS = (2, 4, 8, 16)
 """Divisors of the configured micro-batch size to try."""
 CLUSTER_MULTIPLES = (2, 3, 4, 8)
 """Multiples of the number of devices to try."""
+HOST_MULTIPLES = (1.25, 1.5, 2, 3, 4, 8)
+"""Multiples of a node's main memory to try."""
 MAX_DEVICES = 512
 SIMULATION_LIMIT_S = 3.3
 """Estimated seconds of simulations beyond which only the best placements are simulated."""
@@ -117,8 +120,20 @@ def suggest_fixes(
         for times in CLUSTER_MULTIPLES
         if cluster.num_devices * times <= MAX_DEVICES
     )
-    sufficient = next((larger for larger in larger_clusters if fits({}, larger)), None)
-    return overrides + ([f"--cluster {sufficient}"] if sufficient else [])
+    roomier = [_scale_main_memory(cluster, times) for times in HOST_MULTIPLES]
+    for clusters in (larger_clusters, roomier if fits({}, roomier[-1]) else ()):
+        sufficient = next((larger for larger in clusters if fits({}, larger)), None)
+        overrides += [f"--cluster {sufficient}"] if sufficient else []
+    return overrides
+
+
+def _scale_main_memory(cluster: Cluster, times: float) -> Cluster:
+    return Cluster(
+        tuple(
+            replace(group, host_bytes=math.ceil(times * group.node_host_bytes / GB) * GB)
+            for group in cluster.node_groups
+        )
+    )
 
 
 def _scale_cluster(cluster: Cluster, times: int) -> Cluster:

@@ -26,7 +26,7 @@ from streamrl.planner.plan_report import (
 from streamrl.planner.simulator.quick_run import choose_num_steps, estimate_simulation_s
 from streamrl.planner.simulator.results import SimulationResult
 from streamrl.planner.simulator.simulation import run_simulation
-from streamrl.planner.to_placement import build_run_placement
+from streamrl.planner.to_placement import build_run_placement, check_run_splits
 from streamrl.telemetry.progress import ProgressLine, show_progress
 
 DEFAULT_STEPS = 20
@@ -56,6 +56,7 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     """Simulate the placement; return the output."""
     config = load_config(arguments.config, arguments.overrides)
     problem, constants = read_planner_inputs(arguments, config).build_problem(config)
+    check_run_splits(config, problem)
     placement = build_run_placement(config, problem.models)
     try:
         placement.check_on_cluster(problem.cluster)

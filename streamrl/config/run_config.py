@@ -451,7 +451,7 @@ def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
     columns = list_required_columns(config.algorithm.spec, config.algorithm_settings)
     unused = (
         f"{config.algorithm.name} with algorithm.kl_coef={config.algorithm.kl_coef} uses no"
-        " reference"
+        " reference; set algorithm.kl_coef, or leave it out"
     )
     for key in ("every", "replicas"):
         is_set = vars(config.reference)[key]

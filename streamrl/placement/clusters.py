@@ -210,7 +210,9 @@ def _parse_group(text: str) -> NodeGroup:
     """Parse a node group such as 2x8xA100@200Gb."""
     match = _GROUP_PATTERN.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{text!r:.60} is not written like 8xH100 or 16x8xA100@200Gb")
+        raise ConfigError(
+            f"{text!r:.60} is not written like 8xH100, 8xH100+512GB or 16x8xA100@200Gb"
+        )
     nodes, devices, name, gigabits, gigabytes = match.groups()
     device = {key.lower(): device for key, device in DEVICES.items()}.get(name.lower())
     if device is None:

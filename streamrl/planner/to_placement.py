@@ -28,6 +28,7 @@ from streamrl.dataflow import (
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.models.tensor_parallel_support import (
     SplitSizes,
+    check_rank_split,
     explain_uneven_experts,
     explain_unservable_split,
     explain_unshared_heads,
@@ -194,6 +195,29 @@ def has_shared_generator_devices(placement: Placement) -> bool:
 # Placements that `streamrl train` can run.
 
 
+def check_run_splits(config: RunConfig, problem: PlacementProblem) -> None:
+    """Raise ConfigError if the ranks of a run's config cannot share one of the models."""
+    for role, (call, *_) in config.dataflow.calls_by_role.items():
+        shape = problem.models.get(role) or problem.models.get(call.followed_role)
+        is_trained = role in config.dataflow.trained_roles
+        if shape is None or not (is_trained or count_ranks_per_replica(config, role) > 1):
+            continue
+        sizes = get_split_sizes(shape, is_trained=call.kind is not CallKind.GENERATE)
+        if call.kind is CallKind.GENERATE:
+            ranks = config.generator.tensor_parallel
+            if reason := explain_unservable_split(sizes, ranks):
+                raise ConfigError(f"generator.tensor_parallel={ranks}: {reason}")
+            continue
+        if split := config.find_split_reward(role):
+            section = split.key
+        elif is_trained:
+            section = "trainer" if role == POLICY else "critic.trainer"
+        else:
+            section = SERVING_ROLES[role].ranks.rpartition(".")[0]
+        family = find_family_config(shape.family) if shape.architectures else None
+        check_rank_split(family, sizes, config.get_ranks_config(call), section=section)
+
+
 def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:
     """Return a function that lists the ZeRO stages a run can use for a model call on a rank grid.
 
@@ -202,6 +226,12 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
     # Only the sole model of a list of rewards can be split: a process is in one group of ranks.
     whole_roles = {role for role in REWARD_ROLES if len(config.list_model_rewards(role)) != 1}
+
+    sharing = {
+        call.role: config.get_ranks_config(call).sequence_parallel
+        for call in config.dataflow.select_calls(CallKind.SCORE)
+        if call.role not in whole_roles
+    }
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         if call.role in whole_roles:
@@ -219,6 +249,10 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
             is_uneven = explain_uneven_experts(sizes, tp_size, grid.dp_size)
             if tp_size > 1 and explain_untrainable_split(family, sizes, tp_size):
                 return ()
+            if (shared := sharing.get(call.role, 1)) > 1:
+                # Ranks share a micro-batch only within a copy, which is then on several of them.
+                is_refused = explain_unshared_heads(sizes, shared, tp_size) or is_uneven
+                return () if is_refused or grid.dp_size % shared else stages[1:]
             return stages[:1] if tp_size > 1 and is_uneven else stages
         return () if explain_unservable_split(sizes, grid.tp_size) else stages
 

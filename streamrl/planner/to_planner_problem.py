@@ -158,9 +158,7 @@ def _load_model_shape(model: str, role: str) -> ModelShape:
     try:
         return load_model_shape(model)
     except ConfigError as error:
-        raise ConfigError(
-            f"{error}; choose another with streamrl plan --model {role}=NAME"
-        ) from None
+        raise ConfigError(f"{error}; choose another with --model {role}=NAME") from None
 
 
 def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:

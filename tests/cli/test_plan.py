@@ -191,6 +191,10 @@ def test_a_reward_model_too_large_for_a_gpu_is_split(
     ("cluster", "setting", "suggested"),
     [
         ("2xH100", "generator.kv_cache_mb=70000", "generator.kv_cache_mb=null"),
+        pytest.param(
+            *("2xH100+6GB", "algorithm.kl_coef=0.1 scorer.offload=true", "--cluster 2xH100+18GB"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_suggested_fixes_let_the_run_fit(
@@ -214,8 +218,9 @@ def test_suggested_fixes_let_the_run_fit(
 def test_a_shortage_of_main_memory_names_the_cluster_that_has_enough(refuse: Refuse):
     words = ["simulate", GRPO, "--model", "qwen2.5-0.5b", "--prompt-tokens", "20", "--steps", "2"]
     error = refuse(*words, "--cluster", "4xH100+4GB")
-    assert "node 0: needs " in error and " GB of main memory; it has 4.0, " in error
-    (sufficient,) = re.findall(r"; --cluster (4xH100\+\d+GB) has enough$", error)
+    assert "node 0: this placement needs " in error
+    assert " GB of main memory; it has 4.0, " in error
+    (sufficient,) = re.findall(r"; --cluster (4xH100\+\d+GB) has enough for it$", error)
     assert main([*words, "--cluster", sufficient]) == 0
 
 
@@ -290,6 +295,24 @@ def test_a_plan_says_that_the_time_of_environments_is_left_out(
         ("plan", ["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b names the same"),
         ("simulate", ["--steps", "10000000"], "must be a whole number from 1 to 10000"),
         ("simulate", ["generator.replicas=9"], "the cluster has 8"),
+        (
+            "simulate",
+            ["algorithm.kl_coef=0.1", "reference={world_size: 4, sequence_parallel: 4}"],
+            "reference.sequence_parallel=4: must divide the model's num_key_value_heads=2",
+        ),
+        (
+            "simulate",
+            ["trainer.world_size=3", "trainer.tensor_parallel=3", "trainer.backend=torch"],
+            "trainer.tensor_parallel=3: must divide the model's num_key_value_heads=2",
+        ),
+        (
+            "simulate",
+            [
+                *("--model", "reward=qwen3-8b"),
+                "rewards=[{kind: model, path: judge, world_size: 5, tensor_parallel: 5}]",
+            ],
+            "rewards[0].tensor_parallel=5: must divide the model's num_attention_heads=32",
+        ),
         ("simulate", ["pipeline.max_staleness=1000000000"], "must be from 0 to 64"),
         (
             "simulate",

@@ -321,7 +321,7 @@ def test_a_model_of_unknown_size_is_refused():
     with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has policy, reward"):
         build_planner_problem(recipe("grpo"), cluster, PlannerRequest(20, SIZES))
     nowhere = recipe("grpo", "model.path=no/where")
-    with pytest.raises(ConfigError, match="choose another with streamrl plan --model policy=NAME"):
+    with pytest.raises(ConfigError, match="choose another with --model policy=NAME"):
         build_planner_problem(nowhere, cluster, PlannerRequest(20))
 
 

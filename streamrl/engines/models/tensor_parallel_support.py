@@ -65,8 +65,16 @@ def check_trainer_split(model_path: str, trainer: TrainerConfig, *, section: str
 
     `section` is the config section of the trainer, which error messages name.
     """
-    config, ranks = read_model_config(model_path), trainer.tensor_parallel
+    config = read_model_config(model_path)
     sizes = _read_sizes(config.get_text_config(), (*DIVIDED_KEYS, *EXPERT_COUNT_KEYS))
+    check_rank_split(config, sizes, trainer, section=section)
+
+
+def check_rank_split(
+    config: "AnyConfig | None", sizes: SplitSizes, trainer: TrainerConfig, *, section: str
+) -> None:
+    """Raise ConfigError if ranks cannot share a model of these sizes; `config` may be unknown."""
+    ranks = trainer.tensor_parallel
     if ranks > 1:
         reason = explain_untrainable_split(config, sizes, ranks)
         if not reason and trainer.zero_stage == PARAMETER_SHARDING_STAGE:

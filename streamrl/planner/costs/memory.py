@@ -441,9 +441,9 @@ class DeviceMemory:
                 terms = ", ".join(f"{s} {_format_gb(size)}" for s, size in parts.items())
                 larger = replace(group, host_bytes=math.ceil(needed / GB) * GB)
                 return (
-                    f"node {node}: needs {_format_gb(needed)} GB of main memory; it has"
-                    f" {_format_gb(has)}, {_format_gb(needed - has)} GB short: {terms}; --cluster"
-                    f" {larger} has enough"
+                    f"node {node}: this placement needs {_format_gb(needed)} GB of main memory; it"
+                    f" has {_format_gb(has)}, {_format_gb(needed - has)} GB short: {terms};"
+                    f" --cluster {larger} has enough for it"
                 )
         return ""
 

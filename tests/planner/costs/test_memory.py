@@ -177,8 +177,9 @@ def test_a_node_without_the_main_memory_for_offloads_refuses_them_and_says_how_m
         optimizer, versions = 16 * SHAPE.num_params, 3 * 2 * SHAPE.num_params
         needed = (optimizer + versions + 8 * (2 << 30)) / GB
         assert reason == refused * (
-            f"node 0: needs {needed:.1f} GB of main memory; it has 100.0, {needed - 100:.1f} GB"
-            f" short: train {needed:.1f}; --cluster 8xA100+{math.ceil(needed)}GB has enough"
+            f"node 0: this placement needs {needed:.1f} GB of main memory; it has 100.0,"
+            f" {needed - 100:.1f} GB short: train {needed:.1f}; --cluster"
+            f" 8xA100+{math.ceil(needed)}GB has enough for it"
         )
 
 
