@@ -29,8 +29,11 @@ from streamrl.messages import Columns
 from streamrl.weights import WeightManifest
 from streamrl.weights.versions import LogprobCheck, make_check_sequences
 
-RANK_FILE = re.compile(r"_\d{5}[._]")
-"""Part of the names of checkpoint files that one rank writes; rank 0 writes the others."""
+OTHERS_FILE = re.compile(r"_\d{5}[._]|^\.")
+"""Part of the names of a rank's files in a checkpoint, and of files that a rank is still writing.
+
+Rank 0 writes all others.
+"""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +86,7 @@ def prove_rank_files(model_dir: Path, trainer_dir: Path, rank: int) -> dict[Path
     """Return the proofs of the files that a rank has written into two folders of a checkpoint."""
     files = [*trainer_dir.glob(f"*_{rank:05d}[._]*")]
     if rank == 0:
-        files += [path for path in trainer_dir.iterdir() if not RANK_FILE.search(path.name)]
+        files += [path for path in trainer_dir.iterdir() if not OTHERS_FILE.search(path.name)]
         files += list_files(model_dir)
     with wrap_checkpoint_errors(trainer_dir):
         return prove_files(files)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamrl.actors import trainer
 from streamrl.actors.shared_weights import SharedWeights
-from streamrl.actors.trainer import TrainerActor
+from streamrl.actors.trainer import TrainerActor, prove_rank_files
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, ModelCall
 from streamrl.engines.memory.worker_memory import WorkerMemory
@@ -270,3 +270,18 @@ async def test_only_whole_parameters_are_read_on_a_stream_of_their_own(
     await actor.publish_weights(1, [], False)
     await actor.publish_reference(1, [])
     assert read_aside == [not is_sharded] * 8
+
+
+def test_a_rank_proves_its_own_files_while_others_are_still_writing(tmp_path: Path):
+    # safetensors writes into a hidden file, which it renames.
+    names = ("trainer.json", ".tmpJJ9aav", "rng_00000.safetensors", "state_00001_000.safetensors")
+    model, state = tmp_path / "model", tmp_path / "trainer"
+    model.mkdir()
+    state.mkdir()
+    for name in names:
+        (state / name).write_text(name)
+    proven = [{path.name for path in prove_rank_files(model, state, rank)} for rank in (0, 1)]
+    assert proven == [
+        {"trainer.json", "rng_00000.safetensors"},
+        {"state_00001_000.safetensors"},
+    ]
