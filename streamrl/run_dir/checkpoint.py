@@ -25,7 +25,12 @@ from streamrl.buffer.durable_shard import SnapshotBase
 from streamrl.buffer.journal import check_first_segment, delete_segments_from
 from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError, JournalError
-from streamrl.files.atomic_write import sync_and_rename, wrap_checkpoint_errors, write_atomic
+from streamrl.files.atomic_write import (
+    get_partial_path,
+    sync_and_rename,
+    wrap_checkpoint_errors,
+    write_atomic,
+)
 from streamrl.files.bounded_read import (
     MIB,
     parse_json,
@@ -41,7 +46,7 @@ from streamrl.files.file_proofs import (
     prove_files,
 )
 from streamrl.files.typed_settings import at_least
-from streamrl.run_dir.discarded import keep_links, link_or_copy
+from streamrl.run_dir.discarded import DISCARDED, keep_links, link_or_copy
 from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.sinks import METRICS_FILE
 
@@ -428,7 +433,8 @@ class ResumePoint:
         checkpoints and the journal segments after this point are removed too.
         """
         folder = self.run_dir / "checkpoints"
-        for partial in folder.glob(".step_*.partial"):
+        forgotten = self.run_dir.glob(get_partial_path(Path(DISCARDED)).name)
+        for partial in (*folder.glob(".step_*.partial"), *forgotten):
             shutil.rmtree(partial)
         for replaced in folder.glob(".step_*.replaced"):
             target = folder / replaced.name[1:].removesuffix(".replaced")

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from streamrl.files.atomic_write import get_partial_path
@@ -43,7 +44,12 @@ def restore_discarded(run_dir: Path) -> None:
 
 
 def forget_discarded(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / DISCARDED, ignore_errors=True)
+    """Remove what a resume discarded; after a crash in between, none of it can be restored."""
+    removed = get_partial_path(run_dir / DISCARDED)
+    shutil.rmtree(removed, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        (run_dir / DISCARDED).rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def link_or_copy(source: str, target: str) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints: atomic writes, resume points, and the state that a resume discards."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ from streamrl.run_dir.checkpoint import (
     remove_old_shards,
     write_state,
 )
-from streamrl.run_dir.discarded import forget_discarded, restore_discarded
+from streamrl.run_dir.discarded import DISCARDED, forget_discarded, restore_discarded
 
 
 def state(version: int, cuts: Mapping[str, int]) -> CheckpointState:
@@ -235,6 +236,29 @@ def test_what_a_resume_discards_can_be_restored_until_its_first_new_step(tmp_pat
     assert list_contents(tmp_path) == (["step_000005"], [], [1])
     assert find_resume_point(tmp_path).version == 5
     assert find_snapshot(tmp_path, "shard-0").first_segment == 3
+
+
+@pytest.mark.parametrize("removed", range(5))
+def test_a_crash_while_forgetting_leaves_nothing_to_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int
+):
+    run_with_two_checkpoints(tmp_path)
+    QueueLayout(1).write(tmp_path)
+    find_resume_point(tmp_path / "checkpoints" / "step_000005").discard_later()
+    unlink, files = os.unlink, iter(range(removed))
+
+    def crash(*arguments: Any, **options: Any) -> None:
+        if next(files, None) is None:
+            raise KeyboardInterrupt
+        unlink(*arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "unlink", crash)
+        forget_discarded(tmp_path)
+    assert list_contents(tmp_path) == (["step_000005"], [], [1])
+    assert not (tmp_path / DISCARDED).exists()
+    find_resume_point(tmp_path).discard_later()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "journal"]
 
 
 @pytest.mark.parametrize("version", [10, 15])
