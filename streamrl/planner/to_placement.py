@@ -226,11 +226,10 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
     trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
     # Only the sole model of a list of rewards can be split: a process is in one group of ranks.
     whole_roles = {role for role in REWARD_ROLES if len(config.list_model_rewards(role)) != 1}
-
     sharing = {
         call.role: config.get_ranks_config(call).sequence_parallel
         for call in config.dataflow.select_calls(CallKind.SCORE)
-        if call.role not in whole_roles
+        if call.role not in REWARD_ROLES or config.find_split_reward(call.role)
     }
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:

@@ -248,6 +248,16 @@ def test_ranks_that_share_tokens_score_a_part_of_a_micro_batch(stage: str, setti
     assert active[1] - active[0] == saved_tokens * hidden * CostConstants().activation_bytes
 
 
+def test_a_reward_model_does_not_follow_the_layout_of_shadow_critics():
+    shadow = f"critic={{replicas: 1, shadow: {{{SHARED}}}}}"
+    judged = recipe("ppo", shadow, "rewards=[{kind: model, path: judge}]")
+    models = {**SIZES, "reward": "llama-7b"}
+    problem = build_planner_problem(judged, Cluster.from_text("8xA100"), PlannerRequest(20, models))
+    calls, rules = judged.dataflow.calls_by_role, make_split_rules(judged, problem)
+    assert rules(calls["reward"][0], RankGrid(1, 1, 3)) == (1, 3)
+    assert [rules(calls["value"][0], RankGrid(1, 1, ranks)) for ranks in (3, 4)] == [(), (3,)]
+
+
 def test_split_rules_exclude_layouts_that_training_cannot_run():
     config, cluster = recipe("grpo"), Cluster.from_text("8xH100")
     calls = {call.kind: call for call in config.dataflow.calls}

@@ -440,10 +440,11 @@ class DeviceMemory:
             if needed > has:
                 terms = ", ".join(f"{s} {_format_gb(size)}" for s, size in parts.items())
                 larger = replace(group, host_bytes=math.ceil(needed / GB) * GB)
+                groups = (larger if g == group else g for g in cluster.node_groups)
                 return (
                     f"node {node}: this placement needs {_format_gb(needed)} GB of main memory; it"
                     f" has {_format_gb(has)}, {_format_gb(needed - has)} GB short: {terms};"
-                    f" --cluster {larger} has enough for it"
+                    f" --cluster {Cluster(tuple(groups))} has enough for it"
                 )
         return ""
 

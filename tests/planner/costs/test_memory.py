@@ -169,7 +169,8 @@ def test_a_node_without_the_main_memory_for_offloads_refuses_them_and_says_how_m
     trainer = TrainerConfig(offload_optimizer=True, gradient_checkpointing=True)
     for size, refused in (("+100GB", True), ("+400GB", False)):
         problem = make_problem(
-            cluster=Cluster.from_text(f"8xA100{size}"), run_memory=RunMemory({"policy": trainer})
+            cluster=Cluster.from_text(f"8xA100{size}"),
+            run_memory=RunMemory({"policy": trainer}),
         )
         reason = CostModel(problem).explain_infeasible(
             Placement({"train": make_assignment("1-1-8", zero_stage=3)})
@@ -181,6 +182,16 @@ def test_a_node_without_the_main_memory_for_offloads_refuses_them_and_says_how_m
             f" {needed - 100:.1f} GB short: train {needed:.1f}; --cluster"
             f" 8xA100+{math.ceil(needed)}GB has enough for it"
         )
+
+
+def test_the_cluster_that_has_enough_main_memory_keeps_its_other_nodes():
+    trainer = TrainerConfig(offload_optimizer=True, gradient_checkpointing=True)
+    cluster = Cluster.from_text("8xA100+100GB,4xH100")
+    problem = make_problem(cluster=cluster, run_memory=RunMemory({"policy": trainer}))
+    reason = CostModel(problem).explain_infeasible(
+        Placement({"train": make_assignment("1-1-8", zero_stage=3)})
+    )
+    assert re.search(r"; --cluster 8xA100\+1\d\dGB,4xH100 has enough for it$", reason)
 
 
 def make_run_problem(trainer: TrainerConfig) -> PlacementProblem:
