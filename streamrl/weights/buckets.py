@@ -1,8 +1,10 @@
 """Buckets of a version: their memory and checksums; packing, verifying and viewing their tensors.
 
 Everything streams: packing holds the copy of a single bucket, and the caller may gather parameters
-one by one and free each before the next. A thread hashes written bytes while the caller copies the
-next ones; XXH3 releases the GIL, so hashing on a second core is nearly free.
+one by one and free each before the next. Threads hash written chunks while the caller copies the
+next ones; XXH3 releases the GIL, so hashing on other cores is nearly free. A bucket's checksum is
+the hash of its chunks' hashes: with a GPU, which copies faster than one thread hashes, several
+threads share a bucket.
 """
 
 import os
@@ -34,8 +36,8 @@ ALIGNMENT_BYTES = 64
 """Tensors start at multiples of this, so that any dtype can be viewed in place."""
 HASH_CHUNK_BYTES = 4 << 20
 """Bytes hashed per task of the thread pool; submitting a task costs as much as hashing 0.5 MB."""
-MAX_HASH_THREADS = 4
-"""Memory bandwidth is the limit beyond this number."""
+NUM_HASH_THREADS = min(4, os.cpu_count() or 1)
+"""Memory bandwidth is the limit beyond four threads."""
 
 
 def allocate_host_buffer(num_bytes: int) -> Array:
@@ -64,8 +66,8 @@ def pack_buckets(
     slots: list[TensorSlot] = []
     end = 0
     data: Array = np.empty(0, np.uint8)
-    with ThreadPoolExecutor(1, "checksum") as thread:
-        checksum = RunningChecksum(thread)
+    with ThreadPoolExecutor(NUM_HASH_THREADS, "checksum") as threads:
+        checksum = RunningChecksum(threads)
         for name, tensor in named_tensors:
             if name in names:
                 raise WeightsError(f"weights version {version}: duplicate tensor {name}")
@@ -109,45 +111,29 @@ def publish_version(
 
 
 class RunningChecksum:
-    """Checksum of a bucket that is being filled front to back, computed on `thread`.
+    """Checksum of a bucket that is being filled front to back, computed on `threads`.
 
     Bytes reported to `hash_written` must not change until `finish_bucket` returns.
     """
 
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self._thread = thread
-        self._pending_hash: Future[None] | None = None
-        self._digest = xxhash.xxh3_64()
-        self._num_hashed = 0
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+        self._digests: list[Future[bytes]] = []
 
     def hash_written(self, data: Array, end: int) -> None:
-        """Hash new bytes in another thread; the first `end` bytes of the bucket are final now.
+        """Hash the new whole chunks in other threads; the first `end` bytes are final now.
 
-        `data`: memory of the bucket, uint8. Less than HASH_CHUNK_BYTES of new bytes wait for the
-        next call.
+        `data`: memory of the bucket, uint8.
         """
-        # If the previous piece is still being hashed, this one is hashed with the next call.
-        if end - self._num_hashed >= HASH_CHUNK_BYTES and (
-            self._pending_hash is None or self._pending_hash.done()
-        ):
-            self._pending_hash = self._thread.submit(
-                self._update_digest, data[self._num_hashed : end]
-            )
-            self._num_hashed = end
+        while (start := len(self._digests) * HASH_CHUNK_BYTES) + HASH_CHUNK_BYTES <= end:
+            chunk = data[start : start + HASH_CHUNK_BYTES]
+            self._digests.append(self._threads.submit(hash_chunk, chunk))
 
     def finish_bucket(self, data: Array) -> str:
-        """Return the hex checksum of the complete bucket `data`, and reset for the next bucket."""
-        if self._pending_hash is not None:
-            self._pending_hash.result()
-        self._update_digest(data[self._num_hashed :])
-        checksum = self._digest.hexdigest()
-        self._digest.reset()
-        self._num_hashed = 0
-        self._pending_hash = None
-        return checksum
-
-    def _update_digest(self, piece: Array) -> None:
-        self._digest.update(piece.data)
+        """Return the checksum of the complete bucket `data`, and reset for the next bucket."""
+        digests, self._digests = self._digests, []
+        rest = map(hash_chunk, split_chunks(data[len(digests) * HASH_CHUNK_BYTES :]))
+        return combine_digests([*(digest.result() for digest in digests), *rest])
 
 
 def _get_dtype_name(name: str, tensor: torch.Tensor, version: int) -> str:
@@ -232,15 +218,24 @@ def view_tensor(data: Array, slot: TensorSlot) -> torch.Tensor:
     return raw.view(TORCH_DTYPES[slot.dtype]).view(slot.shape)
 
 
-def compute_checksum(data: Array) -> str:
-    """Return the XXH3 hash (64 bits, hex) of a contiguous array's bytes."""
-    return xxhash.xxh3_64_hexdigest(data.data)
-
-
 def compute_checksums(arrays: Sequence[Array]) -> list[str]:
-    """Return the checksum of each array. Several threads hash if the arrays are large."""
-    num_threads = min(len(arrays), os.cpu_count() or 1, MAX_HASH_THREADS)
-    if num_threads <= 1 or sum(array.nbytes for array in arrays) < HASH_CHUNK_BYTES:
-        return list(map(compute_checksum, arrays))
-    with ThreadPoolExecutor(num_threads, "checksum") as threads:
-        return list(threads.map(compute_checksum, arrays))
+    """Return the checksum of each array, as `RunningChecksum` does. Several threads hash."""
+    with ThreadPoolExecutor(NUM_HASH_THREADS, "checksum") as threads:
+        digests = [threads.map(hash_chunk, split_chunks(array)) for array in arrays]
+        return list(map(combine_digests, digests))
+
+
+def split_chunks(data: Array) -> list[Array]:
+    return [
+        data[start : start + HASH_CHUNK_BYTES] for start in range(0, data.nbytes, HASH_CHUNK_BYTES)
+    ]
+
+
+def hash_chunk(chunk: Array) -> bytes:
+    """Return the XXH3 hash (64 bits) of a contiguous array's bytes."""
+    return xxhash.xxh3_64_digest(chunk.data)
+
+
+def combine_digests(digests: Iterable[bytes]) -> str:
+    """Return the checksum (hex) of the bytes whose chunks have these hashes, in order."""
+    return xxhash.xxh3_64_hexdigest(b"".join(digests))

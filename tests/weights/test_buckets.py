@@ -72,6 +72,7 @@ def test_round_trip_of_any_tensors_in_disjoint_aligned_slots(
     with pytest.MonkeyPatch.context() as patch:  # most tensors are larger than a chunk
         patch.setattr(buckets, "HASH_CHUNK_BYTES", 100)
         manifest, arrays = publish_and_receive(tensors, bucket_bytes=bucket_bytes)
+        unpacked = unpack_tensors(manifest, arrays)
     slots = [slot for bucket in manifest.buckets for slot in bucket.slots]
     assert [(slot.name, (slot.dtype, slot.shape)) for slot in slots] == [
         *zip(tensors, kinds, strict=True)
@@ -80,7 +81,6 @@ def test_round_trip_of_any_tensors_in_disjoint_aligned_slots(
         assert bucket.num_bytes <= bucket_bytes or len(bucket.slots) == 1
         assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in bucket.slots)
         assert all(a.end <= b.offset for a, b in pairwise(bucket.slots))
-    unpacked = unpack_tensors(manifest, arrays)
     assert unpacked.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert unpacked[name].dtype == tensor.dtype
