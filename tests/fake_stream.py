@@ -53,7 +53,7 @@ from streamrl.stream.run_state import PipelineConfig, RunState
 from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork, read_no_partials
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher
 from streamrl.telemetry.spans import SpanRecorder
-from streamrl.weights import ServedVersion, WeightManifest
+from streamrl.weights import ServedVersion
 from streamrl.weights.versions import WeightRegistry
 from tests.fake_episodes import FakeEpisodeGenerator
 from tests.fake_shards import LocalShard, MemoryLog
@@ -67,6 +67,7 @@ from tests.fakes import (
     FakeTrainer,
     LocalChannel,
     Plan,
+    make_manifest,
 )
 
 PACES = (UpdatePlan(), UpdatePlan(True), UpdatePlan(True, 2, 1), UpdatePlan(True, 1, 2))
@@ -181,6 +182,7 @@ def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
         plan.pace, num_mini_batches=min(plan.pace.num_mini_batches, plan.groups_per_step)
     )
     trainer = FakeTrainer(plan.train_s, plan.dp_size, pace, publish_s=plan.publish_s)
+    trainer.weight_bytes = plan.weight_bytes
     trainer.probe = PROBE if plan.broken_version >= 0 else None
     trainers = {POLICY: trainer}
     if plan.critic:
@@ -347,7 +349,7 @@ async def run_loops(
 
     version = stream.trainer.version
     for registry in stream.control.publisher.registries.values():
-        registry.add_manifest(WeightManifest(version, (), ()))
+        registry.add_manifest(make_manifest(version, plan.weight_bytes, None))
     for i in range(plan.generators):
         start_generator(stream, stage, i)
     for call in stream.dataflow.select_calls(CallKind.SCORE):

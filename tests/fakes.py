@@ -40,6 +40,7 @@ from streamrl.weights.versions import (
     FetchedWeights,
     FollowerState,
     LogprobCheck,
+    WeightBucket,
     WeightRegistry,
 )
 from tests.rollouts import make_rollout
@@ -102,6 +103,7 @@ class Plan:
     """Number of first steps that train only the critic."""
     one_at_a_time: bool = False
     publish_s: float = 0.0
+    weight_bytes: int = 0
     publish_every: int = 1
     broken_version: int = -1
     """Version whose served logprobs differ from the trainer's; if set, each version has a probe."""
@@ -298,6 +300,11 @@ class FakeScorer:
         return {"scores": np.zeros(len(experience.columns["lengths"]), np.float32)}
 
 
+def make_manifest(version: int, num_bytes: int, probe: LogprobCheck | None) -> WeightManifest:
+    """Return the manifest of a version without tensors."""
+    return WeightManifest(version, (WeightBucket((), num_bytes, ""),), (), probe)
+
+
 @dataclass
 class FakeTrainer:
     """Trainer whose weights are a digest of all trained rollouts.
@@ -318,6 +325,7 @@ class FakeTrainer:
     num_updates: int = 0
     frozen_until: int = 0
     publish_s: float = 0.0
+    weight_bytes: int = 0
     probe: LogprobCheck | None = None
     is_publishing: bool = False
     spans: SpanRecorder = field(default_factory=lambda: SpanRecorder("trainer"))
@@ -335,7 +343,7 @@ class FakeTrainer:
         await asyncio.sleep(self.publish_s)
         assert self.weights == before, "the weights changed during the publish"
         self.is_publishing = False
-        return WeightManifest(version, (), (), self.probe)
+        return make_manifest(version, self.weight_bytes, self.probe)
 
     async def plan_step(self, uids: Sequence[str], turns: Sequence[ScheduledRound]) -> None:
         assert not self.planned

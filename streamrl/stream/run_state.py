@@ -340,12 +340,14 @@ class RunState:
         )
 
     async def observe_outages(self, limit_s: float) -> None:
-        """Report the outages of services; meanwhile no wait counts as a stall.
+        """Report the outages of services; meanwhile, or while weights move, no wait is a stall.
 
         Raises ServiceOutageError for an outage of more than `limit_s`.
         """
         outages = await self.find_outages()
         self.on_outages(outages)
+        if self.publisher.is_moving_weights:
+            self.progress_clock.record_progress()
         for outage in outages:
             self.progress_clock.record_progress()
             if outage.down_s > limit_s:

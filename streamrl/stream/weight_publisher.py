@@ -10,6 +10,7 @@ from streamrl.errors import WeightsError
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import DeviceLease
 from streamrl.weights import WeightManifest
+from streamrl.weights.transport import estimate_send_s
 from streamrl.weights.versions import WeightFault, WeightRegistry
 
 PUBLISH_ATTEMPTS = 5
@@ -70,6 +71,7 @@ class WeightPublisher:
         self._lease = lease or DedicatedDeviceLease()
         self._on_fault = on_fault
         self._publish_tasks: dict[str, asyncio.Task[None]] = {}
+        self._sending_roles: set[str] = set()
         self._version = -1
         self._changed_roles: set[str] = set()
 
@@ -120,6 +122,7 @@ class WeightPublisher:
         while True:
             try:
                 async with self._lease.hold("publish"):
+                    self._sending_roles.add(role)
                     manifest = await self._sources[role](version, registry.followers)
                 break
             except WeightsError as error:
@@ -128,12 +131,23 @@ class WeightPublisher:
                 if failures == PUBLISH_ATTEMPTS:
                     raise
                 self._on_fault(role, WeightFault(version, str(error)))
+            finally:
+                self._sending_roles.discard(role)
             await asyncio.sleep(RETRY_S * 2 ** (failures - 1))
         registry.add_manifest(manifest, publish_s=time.perf_counter() - started)
 
     @property
     def is_publishing(self) -> bool:
         return not all(task.done() for task in self._publish_tasks.values())
+
+    @property
+    def is_moving_weights(self) -> bool:
+        """A model is being sent, or a follower loads one, for no longer than its bytes may take."""
+        now = asyncio.get_running_loop().time()
+        loads = (load for registry in self.registries.values() for load in registry.loads.values())
+        return bool(self._sending_roles) or any(
+            now < begun_at + estimate_send_s(manifest.num_bytes) for manifest, begun_at in loads
+        )
 
     async def wait_until_published(self) -> None:
         """Wait until followers can fetch every version that is being published.

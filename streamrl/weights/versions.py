@@ -385,6 +385,8 @@ class WeightRegistry:
         self._manifests: list[WeightManifest] = []
         self._version_published = asyncio.Event()
         self._follower_versions: dict[str, int] = {}
+        #: The version that each follower is loading, and when it began by the event loop's clock.
+        self.loads: dict[str, tuple[WeightManifest, float]] = {}
         self._publish_durations_s: list[float] = []
         self._pulls: list[PullStats] = []
         self._num_faults = 0
@@ -430,15 +432,20 @@ class WeightRegistry:
                     await self._version_published.wait()
         except TimeoutError:
             return None
-        return self._manifests[-1] if follower in self._follower_versions else None
+        if follower not in self._follower_versions:
+            return None
+        self.loads[follower] = self._manifests[-1], asyncio.get_running_loop().time()
+        return self._manifests[-1]
 
     def remove_follower(self, follower: str) -> None:
         """Forget a follower that left, so that the version lag no longer includes it."""
         self._follower_versions.pop(follower, None)
+        self.loads.pop(follower, None)
 
     def _record_state(self, follower: str, state: FollowerState) -> None:
         """Record a follower's version and pull, and report its faults."""
         self._follower_versions[follower] = state.version
+        self.loads.pop(follower, None)
         if state.pull is not None:
             self._pulls.append(state.pull)
             if state.pull.fallback_reason:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,6 +189,15 @@ def test_a_step_waits_for_rollouts_that_grow_longer_than_the_stall_time_and_for_
     for stall_s, score_s in ((20.0, 0.1), (150.0, 250.0)):
         with pytest.raises(DeadlineError, match=f"got no group for {stall_s:g} s"):
             run_virtual(main(stall_s, score_s))
+
+
+def test_moving_weights_is_no_stall_for_as_long_as_their_bytes_may_take():
+    gigabyte = 10**9  # 10 s on the slowest network
+    plan = Plan(max_staleness=0, steps=2, stall_s=50.0)
+    run_virtual(run_stream(replace(plan, publish_s=400.0)))
+    run_virtual(run_stream(replace(plan, pull_s=400.0, weight_bytes=40 * gigabyte)))
+    with pytest.raises(DeadlineError, match="got no group for 50 s"):
+        run_virtual(run_stream(replace(plan, pull_s=400.0, weight_bytes=20 * gigabyte)))
 
 
 def test_stall_error_counts_groups_of_the_step_and_missing_ones():
