@@ -1,4 +1,23 @@
-"""Exceptions of streamrl. Each takes a single message, so that pickling between processes works."""
+"""Exceptions of streamrl, and messages of any exception on one line.
+
+Each exception takes a single message, so that pickling between processes works.
+"""
+
+
+def get_message(error: BaseException) -> str:
+    """Return the message of an exception on one line, or its type without a message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def format_error(error: BaseException) -> str:
+    """Format an exception as `type: message` on one line; an empty message is omitted."""
+    name, message = type(error).__name__, get_message(error)
+    return name if message == name else f"{name}: {message}"
+
+
+def get_first_line(error: object) -> str:
+    """Return the first line of a message, below which a library explains or shows a trace."""
+    return str(error).partition("\n")[0]
 
 
 class StreamError(Exception):

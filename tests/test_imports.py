@@ -227,7 +227,7 @@ def test_driver_checks_a_model_without_its_model_class(tmp_path: Path):
         load_tokenizer({path!r}), read_vocab_size({path!r}), read_model_length({path!r}, limit=None)
         check_generator_split({path!r}, 1)
         split = TrainerConfig(backend="torch", world_size=2, tensor_parallel=2)
-        check_trainer_split({path!r}, split, section="trainer")
+        check_trainer_split({path!r}, split)
     """
     classes = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
     assert find_loaded_modules(program, "torch", "torch._dynamo", *classes) == ["torch"]

@@ -263,7 +263,7 @@ def refusal(
     try:
         run = apply_placement(config, placement, kv_cache_bytes=kv_cache_bytes)
         check_generator_split(run.model.path, run.generator.tensor_parallel)
-        check_trainer_split(run.model.path, run.trainer, section="trainer")
+        check_trainer_split(run.model.path, run.trainer)
         choose_placement(run, prepared, cluster)
     except ConfigError as error:
         return str(error)

@@ -28,6 +28,7 @@ from streamrl.algorithms.math.losses import aggregate_loss_sum, critic_token_los
 from streamrl.algorithms.math.tokens import apply_mask, kl_estimate, masked_row_sum
 from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX
 from streamrl.errors import AlgorithmError
+from streamrl.user_code.checks import format_returned
 
 
 def derive_group_columns(
@@ -297,8 +298,9 @@ def validate_tensor(
 ) -> None:
     """Raise AlgorithmError unless the `result` of `function` is a tensor of an allowed shape."""
     if not isinstance(result, Tensor) or tuple(result.shape) not in shapes:
-        short = " ".join(repr(result).split())[:80]
-        actual = f"shape {list(result.shape)}" if isinstance(result, Tensor) else short
+        actual = format_returned(result)
+        if isinstance(result, Tensor):
+            actual = f"shape {list(result.shape)}"
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise AlgorithmError(
             f"algorithm {row.name}: {function.__name__} returned {actual}, expected {expected}"

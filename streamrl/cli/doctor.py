@@ -14,6 +14,7 @@ from pathlib import Path
 
 from streamrl.distributed.devices import list_gpu_names
 from streamrl.engines.vllm.environment import MODEL_RUNNERS
+from streamrl.errors import format_error
 from streamrl.telemetry.progress import show_progress
 
 PACKAGES = ("torch", "ray", "deepspeed", "transformers", "wandb")
@@ -124,7 +125,7 @@ def _list_gpus() -> tuple[list[str], str]:
         return list_gpu_names(), ""
     # Broken CUDA libraries: OSError or ImportError from the import, RuntimeError from a query.
     except (ImportError, OSError, RuntimeError) as error:
-        return [], f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return [], format_error(error)
 
 
 def has_gpu_files(devices: Path) -> bool:

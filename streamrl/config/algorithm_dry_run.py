@@ -10,7 +10,7 @@ from torch import Tensor
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, list_derivation_columns
 from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from streamrl.dataflow import CRITIC_BY_COLUMN, RETURNS_BY_CRITIC
-from streamrl.errors import AlgorithmError
+from streamrl.errors import AlgorithmError, format_error
 from streamrl.messages import ColumnAxis, get_column_spec
 
 NUM_GROUPS = 2
@@ -34,8 +34,7 @@ def dry_run_algorithm(row: Algorithm, settings: AlgorithmSettings) -> None:
         raise
     # Errors that no check foresees, such as a tensor of a wrong dtype inside torch.
     except Exception as error:
-        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise AlgorithmError(f"algorithm {row.name}: {message}") from error
+        raise AlgorithmError(f"algorithm {row.name}: {format_error(error)}") from error
 
 
 def find_read_settings(row: Algorithm, settings: AlgorithmSettings) -> frozenset[str]:

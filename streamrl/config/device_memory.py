@@ -111,7 +111,7 @@ def _count_loaded_bytes(path: str, dtype: str) -> int:
 def _find_remedy(config: RunConfig, role: str, gpu_bytes: int) -> str:
     """Return the fewest settings of a trainer with which it fits a GPU, alone on it."""
     trainer = config.get_trainer_config(role)
-    key = "trainer" if role == POLICY else "critic.trainer"
+    key = trainer.section
     settings: dict[str, Any] = {
         "gradient_checkpointing": True,
         "offload_optimizer": True,

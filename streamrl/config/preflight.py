@@ -36,7 +36,6 @@ from streamrl.dataflow import (
     POLICY,
     REWARD_CALL,
     REWARD_ROLES,
-    SERVING_ROLES,
     CallKind,
     Dataflow,
     ModelCall,
@@ -217,14 +216,13 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
     Raises ConfigError.
     """
     is_policy = role == POLICY
-    section = "trainer" if is_policy else "critic.trainer"
     key = "model.path" if is_policy or not config.critic.path else "critic.path"
     path, trainer = config.get_model_path(role), config.get_trainer_config(role)
     # The modules load model classes, which no other check needs.
     from streamrl.engines.models.supported_models import check_trained_model
 
-    notes = check_trained_model(path, trainer, section=section, key=key, is_served=is_policy)
-    return [*notes, *_note_frozen_experts(path, trainer, section)]
+    notes = check_trained_model(path, trainer, key=key, is_served=is_policy)
+    return [*notes, *_note_frozen_experts(path, trainer)]
 
 
 def _check_scoring_splits(config: RunConfig) -> None:
@@ -232,9 +230,7 @@ def _check_scoring_splits(config: RunConfig) -> None:
     for role, (call, *_) in config.dataflow.calls_by_role.items():
         # A reward model checks its own ranks.
         if role not in REWARD_ROLES and count_ranks_per_replica(config, role) > 1:
-            section = SERVING_ROLES[role].ranks.rpartition(".")[0]
-            path, ranks = _get_model_path(config, call), config.get_ranks_config(call)
-            check_trainer_split(path, ranks, section=section)
+            check_trainer_split(_get_model_path(config, call), config.get_ranks_config(call))
 
 
 def list_placement_options(
@@ -452,18 +448,17 @@ def compute_shard_bytes(
     return shard_bytes
 
 
-def _note_frozen_experts(path: str, trainer: TrainerConfig, section: str) -> list[str]:
+def _note_frozen_experts(path: str, trainer: TrainerConfig) -> list[str]:
     """Return a list with a note if LoRA leaves routed experts frozen, else an empty list.
 
     LoRA adapts Linear modules; the weights of routed experts belong to none. path: model directory.
-    section: config section of the trainer.
     """
     shapes = read_stored_shapes(Path(path), "model.path") if trainer.lora_rank else {}
     if not any(
         ".experts." in name or len(shape) == NUM_EXPERT_AXES for name, shape in shapes.items()
     ):
         return []
-    setting = f"{section}.lora_rank={trainer.lora_rank}"
+    setting = f"{trainer.section}.lora_rank={trainer.lora_rank}"
     return [f"{setting}: routed experts get no adapters and stay frozen"]
 
 

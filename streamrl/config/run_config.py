@@ -47,7 +47,7 @@ from streamrl.engines.trainer_config import (
     TrainerConfig,
 )
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.errors import AlgorithmError, ConfigError
+from streamrl.errors import AlgorithmError, ConfigError, get_first_line
 from streamrl.files.bounded_read import read_small_yaml, wrap_file_errors
 from streamrl.files.hf_config import read_model_length, read_vocab_size
 from streamrl.files.typed_settings import (
@@ -327,7 +327,7 @@ class RunConfig(ConfigSections):
         if call.role in self.dataflow.trained_roles:
             return self.get_trainer_config(call.role)
         if split := self.find_split_reward(call.role):
-            return split.options.to_ranks_config()
+            return split.options.to_ranks_config(split.key)
         layout = self.reference if call.role == REFERENCE_CALL.role else self.critic.shadow
         followed = call.followed_role if call.followed_role in CRITIC_ROLES else POLICY
         return layout.to_trainer_config(self.get_trainer_config(followed))
@@ -761,7 +761,7 @@ def _read_config_file(path: Path) -> DictConfig:
     try:
         return OmegaConf.create(loaded or {})
     except OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
+        reason = get_first_line(error.msg or error)
         raise ConfigError(f"config {path}: {error.full_key}: {reason}") from None
     except RecursionError:
         raise ConfigError(f"config {path}: nested too deeply") from None
@@ -794,4 +794,4 @@ def _apply_override(settings: DictConfig, override: str) -> None:
             f"{override!r:.200}: a list has no such entry; set a whole list as in x=[...]"
         ) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{override!r:.200}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{override!r:.200}: {get_first_line(error)}") from None

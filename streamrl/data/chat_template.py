@@ -14,7 +14,7 @@ from jinja2 import TemplateSyntaxError, meta
 from streamrl.data.config import MODEL_TEMPLATE, PLAIN_TEMPLATE
 from streamrl.data.guarded_text import CODE, TemplateEncoder, find_difference, get_template_encoder
 from streamrl.data.rows import DataRow
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, format_error
 from streamrl.files.bounded_read import read_small_text
 from streamrl.files.hf_config import (
     MAX_DESCRIPTION_BYTES,
@@ -63,7 +63,7 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
         )
     # The tokenizers library raises bare Exception for a damaged tokenizer.json.
     except Exception as error:
-        reason = f"{model_path}: cannot load the tokenizer: {_format_error(error)}"
+        reason = f"{model_path}: cannot load the tokenizer: {format_error(error)}"
         raise make_untrusted_error(model_path, error) or ConfigError(reason) from error
 
 
@@ -177,7 +177,7 @@ def load_chat_template(
         # Deep nesting overflows the stack of the parser.
         except (TemplateSyntaxError, RecursionError) as error:
             line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
-            problem = f"{setting}={name}{line}: {_format_error(error)}"
+            problem = f"{setting}={name}{line}: {format_error(error)}"
             raise ConfigError(problem) from error
     # Any row may have tools or not, so accept arguments of either template; rendering checks each
     # row against the template it uses.
@@ -379,7 +379,7 @@ def _apply_template(
         )
     # Template expressions may raise any Python exception.
     except Exception as error:
-        raise ConfigError(_format_error(error)) from error
+        raise ConfigError(format_error(error)) from error
 
 
 @functools.lru_cache(maxsize=16)
@@ -429,7 +429,3 @@ def _takes_text_arguments(tokenizer: "PreTrainedTokenizerBase", source: str) -> 
     except ConfigError as error:
         return isinstance(error.__cause__, TypeError)
     return "{'word'" in text
-
-
-def _format_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
-from streamrl.data.rows import IndexedRecords, format_error, wrap_data_errors
-from streamrl.errors import ConfigError, DataError
+from streamrl.data.rows import IndexedRecords, wrap_data_errors
+from streamrl.errors import ConfigError, DataError, get_message
 from streamrl.files.atomic_write import sync_and_rename
 from streamrl.files.bounded_read import MIB, open_regular_file, parse_json, read_lines
 from streamrl.files.typed_settings import describe_read_error
@@ -142,7 +142,7 @@ def parse_json_row(row: bytes, location: str) -> Any:
     try:
         return parse_json(row.decode())
     except ValueError as error:
-        return ConfigError(f"{location}: not JSON: {format_error(error)}")
+        return ConfigError(f"{location}: not JSON: {get_message(error)}")
 
 
 def _open_text_table(path: str) -> TextTable:
@@ -236,7 +236,7 @@ def _to_records(rows: pa.Table, locations: Sequence[str]) -> list[Any]:
             columns = (_to_records(rows.select([i]), locations) for i in range(rows.num_columns))
             return next(records for records in columns if isinstance(records[0], ConfigError))
         column = f"column {rows.column_names[0]!r}"
-        return [ConfigError(f"{locations[0]}: {column}: {format_error(error)}")]
+        return [ConfigError(f"{locations[0]}: {column}: {get_message(error)}")]
     return records
 
 

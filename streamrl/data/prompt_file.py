@@ -8,7 +8,6 @@ longest rows, which bound the length of all prompts.
 import hashlib
 import math
 import os
-import reprlib
 import threading
 from array import array
 from collections import Counter
@@ -37,6 +36,7 @@ from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
 from streamrl.files.hf_config import is_trusted, make_trusted_env
 from streamrl.files.python_module import load_referenced_function
 from streamrl.messages import Prompt, make_uid, parse_uid
+from streamrl.user_code.checks import format_returned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -298,9 +298,8 @@ def load_prompt_filter(reference: str, *, setting: str) -> PromptFilter:
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{location}: filter: {code.describe_error(error)}") from error
         if not isinstance(kept, bool | np.bool_):
-            returned = " ".join(reprlib.repr(kept).split())
             raise ConfigError(
-                f"{location}: filter: {code.name} in {code.file} returned {returned},"
+                f"{location}: filter: {code.name} in {code.file} returned {format_returned(kept)},"
                 " not True or False"
             )
         return bool(kept)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, get_message
 from streamrl.files.bounded_read import check_depth, parse_json
 
 JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs")
@@ -30,11 +30,6 @@ IndexedRecords = list[tuple[str, int, Any]]
 """(location, index from 0, record) of rows; an unreadable record is its ConfigError."""
 
 
-def format_error(error: BaseException) -> str:
-    """Format the message of an exception on one line, or its type without a message."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 @contextmanager
 def wrap_data_errors(path: str) -> Iterator[None]:
     """Convert any error of reading rows during a run to DataError with the path."""
@@ -43,7 +38,7 @@ def wrap_data_errors(path: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{path}: can no longer be read: {format_error(error)}") from error
+        raise DataError(f"{path}: can no longer be read: {get_message(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from streamrl.distributed.devices import has_local_gpu, select_local_gpu
-from streamrl.errors import ActorError, DeadlineError, RankLostError
+from streamrl.errors import ActorError, DeadlineError, RankLostError, get_first_line
 
 LOST_PEER_MESSAGES = (
     "connection closed",
@@ -105,9 +105,9 @@ def translate_collective_errors(message: str) -> Iterator[None]:
     except RuntimeError as error:
         error_text = str(error).lower()
         if "timed out" in error_text:
-            raise DeadlineError(f"{message}: {str(error).splitlines()[0]}") from error
+            raise DeadlineError(f"{message}: {get_first_line(error)}") from error
         if any(words in error_text for words in LOST_PEER_MESSAGES):
-            raise RankLostError(f"lost another rank: {str(error).splitlines()[0]}") from error
+            raise RankLostError(f"lost another rank: {get_first_line(error)}") from error
         raise
 
 

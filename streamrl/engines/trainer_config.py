@@ -44,7 +44,8 @@ OFFLOAD = "offload"
 class TrainerConfig:
     """Config section `trainer`: ranks, parallelism, optimizer, learning rate, LoRA and memory."""
 
-    section: ClassVar[str] = "trainer"
+    # Without a type, so that it is no setting: config section, which messages name.
+    section = "trainer"
     #: deepspeed, or torch (data and tensor parallel).
     backend: Annotated[str, one_of(*TRAINER_BACKENDS)] = "deepspeed"
     #: Number of ranks; data-parallel size times `tensor_parallel` times `sequence_parallel`.
@@ -231,7 +232,7 @@ class TrainerConfig:
 class CriticTrainerConfig(TrainerConfig):
     """Settings of `trainer` with the changes of `critic.trainer`, for a separate critic."""
 
-    section: ClassVar[str] = "critic.trainer"
+    section = "critic.trainer"
 
 
 @dataclass
@@ -259,9 +260,13 @@ class RankLayout:
         ]
         check_conflicts(self, conflicts, prefix)
 
-    def to_trainer_config(self, trainer: TrainerConfig) -> "ScoringRanksConfig":
-        """Return the settings of the ranks, with precision, attention and threads of a trainer."""
+    def to_trainer_config(self, trainer: TrainerConfig, key: str = "") -> "ScoringRanksConfig":
+        """Return the settings of the ranks, with precision, attention and threads of a trainer.
+
+        key: config key of a layout that has no section of its own, such as "rewards[0]".
+        """
         return ScoringRanksConfig(
+            section=key or self.section,
             backend="torch",
             world_size=self.world_size,
             tensor_parallel=self.tensor_parallel,
@@ -277,6 +282,8 @@ class RankLayout:
 @dataclass
 class ScoringRanksConfig(TrainerConfig):
     """Settings of ranks whose model only scores: backend torch, sharded whole, no optimizer."""
+
+    section: str = ""
 
     @property
     def has_master_weights(self) -> bool:

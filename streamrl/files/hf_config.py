@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, get_message
 from streamrl.files.bounded_read import MIB, read_small_json, read_small_text, wrap_file_errors
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def wrap_config_errors(path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
         raise make_untrusted_error(path, error) or ConfigError(
-            f"{path}: config.json: {reason}"
+            f"{path}: config.json: {get_message(error)}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Text for the terminal: quantities; words of models, tools and rows, as it may show them."""
+"""Text in messages and for the terminal: quantities, cuts; words of models, tools and rows."""
 
 _CONTROL_PICTURES = 0x2400
 """Code point of the picture of control character 0."""
@@ -14,6 +14,12 @@ _UNPRINTABLE = {
 def format_quantity(number: int, noun: str) -> str:
     """Format a number of things: 1 row, 2 rows."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shorten_text(text: str, most: int = 120) -> str:
+    """Return a text of at most `most` characters, of a longer one both ends."""
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def make_printable(text: str) -> str:

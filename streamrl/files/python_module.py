@@ -15,8 +15,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, format_error
 from streamrl.files.bounded_read import MIB
+from streamrl.files.printable_text import shorten_text
 
 MAX_FILE_BYTES = 64 * MIB
 """Limit of a user's file, read as a whole before it runs."""
@@ -253,9 +254,7 @@ def format_failure(path: str, error: BaseException) -> str:
         lines.append(error.lineno)
     location = f"{path}:{lines[-1]}" if lines else path
     try:
-        message = " ".join(str(error).split()).encode(errors="backslashreplace").decode()
+        failure = format_error(error).encode(errors="backslashreplace").decode()
     except Exception:  # noqa: BLE001 - a user's __str__ may raise anything
-        message = "(its message cannot be formatted)"
-    if len(message) > MAX_MESSAGE_CHARS:
-        message = f"{message[:MAX_MESSAGE_CHARS]}..."
-    return f"{location}: {type(error).__name__}" + (f": {message}" if message else "")
+        failure = f"{type(error).__name__}: (its message cannot be formatted)"
+    return f"{location}: {shorten_text(failure, MAX_MESSAGE_CHARS)}"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, get_first_line, get_message
 
 T = TypeVar("T")
 Conflict = tuple[object, str, str]
@@ -68,7 +68,7 @@ def merge_settings(kind: Any, raw: Any, *, location: str) -> Any:
     except omegaconf.errors.MissingMandatoryValue as error:
         raise ConfigError(f"{location}{error.full_key}: missing") from None
     except omegaconf.errors.OmegaConfBaseException as error:
-        reason = str(error.msg or error).splitlines()[0]
+        reason = get_first_line(error.msg or error)
         raise ConfigError(f"{location}{error.full_key or 'config'}: {reason}") from None
     return omegaconf.OmegaConf.to_object(merged)
 
@@ -314,7 +314,7 @@ def describe_read_error(error: Exception) -> str:
         return "no such file"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split())
+    return get_message(error)
 
 
 def suggest_nearest(name: str, names: Iterable[str], noun: str = "key") -> str:

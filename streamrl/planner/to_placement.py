@@ -208,14 +208,8 @@ def check_run_splits(config: RunConfig, problem: PlacementProblem) -> None:
             if reason := explain_unservable_split(sizes, ranks):
                 raise ConfigError(f"generator.tensor_parallel={ranks}: {reason}")
             continue
-        if split := config.find_split_reward(role):
-            section = split.key
-        elif is_trained:
-            section = "trainer" if role == POLICY else "critic.trainer"
-        else:
-            section = SERVING_ROLES[role].ranks.rpartition(".")[0]
         family = find_family_config(shape.family) if shape.architectures else None
-        check_rank_split(family, sizes, config.get_ranks_config(call), section=section)
+        check_rank_split(family, sizes, config.get_ranks_config(call))
 
 
 def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, get_message
 from streamrl.files.bounded_read import iter_jsonl
 from streamrl.telemetry.alerts import ALERT_EVENT, AlertWatch
 from streamrl.telemetry.chrome_trace import MAX_TRACE_BYTES, TraceSink
@@ -118,7 +118,7 @@ def make_sink_group(
         except Exception as error:  # a library that wandb does not fit raises any
             raise ConfigError(
                 f"telemetry.wandb.mode={config.wandb.mode}: wandb cannot be imported:"
-                f" {' '.join(str(error).split())}; telemetry.wandb.mode=disabled runs without it"
+                f" {get_message(error)}; telemetry.wandb.mode=disabled runs without it"
             ) from error
         resume_id = load_run_id(run_dir) if is_resumed else None
         sinks.append(WandbSink(run_dir, config.wandb, run_name=run_info.name, resume_id=resume_id))

@@ -18,8 +18,9 @@ import psutil
 import wandb
 from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, format_error
 from streamrl.files.atomic_write import wrap_disk_errors, write_atomic
+from streamrl.files.printable_text import shorten_text
 from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.metric_names import Histogram, MetricsRow
 from streamrl.telemetry.rollout_log import RecordedGroup, make_row
@@ -38,12 +39,8 @@ MAX_TABLE_ROWS, MAX_TABLE_TEXT = 64, 2000
 """Rows of a table of rollouts, and characters of a text in it: 256 KB at most."""
 
 
-def shorten_text(value: Any) -> Any:
-    """Return a value with at most MAX_TABLE_TEXT characters if it is text, cut in the middle."""
-    if not isinstance(value, str) or len(value) <= MAX_TABLE_TEXT:
-        return value
-    half = MAX_TABLE_TEXT // 2 - 3
-    return f"{value[:half]} ... {value[-half:]}"
+def _limit_text(value: Any) -> Any:
+    return shorten_text(value, MAX_TABLE_TEXT) if isinstance(value, str) else value
 
 
 class WandbSink(MetricsSink):
@@ -88,9 +85,8 @@ class WandbSink(MetricsSink):
         # wandb raises many errors from private modules that derive from Exception alone.
         except Exception as error:
             raise ConfigError(
-                f"telemetry.wandb.mode={mode}: wandb did not start: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}; "
-                "telemetry.wandb.mode=disabled runs without it"
+                f"telemetry.wandb.mode={mode}: wandb did not start: {format_error(error)};"
+                " telemetry.wandb.mode=disabled runs without it"
             ) from error
         path = self._run_dir / RUN_ID_FILE
         with wrap_disk_errors(path):
@@ -160,7 +156,7 @@ class WandbSink(MetricsSink):
         rows = [make_row(group, i) for group in groups for i in range(len(group.rollouts))]
         rows = rows[:MAX_TABLE_ROWS]
         names = list(dict.fromkeys(name for row in rows for name in row if name != "turns"))
-        data = [[shorten_text(row.get(name)) for name in names] for row in rows]
+        data = [[_limit_text(row.get(name)) for name in names] for row in rows]
         table = wandb.Table(columns=[*names], data=data)
         self._send(lambda run: run.log({ROLLOUTS_TABLE: table}, step=max(step, run.step)))
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from streamrl.errors import ServiceOutageError, StreamError
+from streamrl.errors import ServiceOutageError, StreamError, get_message
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ def describe_failure(error: BaseException) -> str:
     """Return in one line why a request to a service failed."""
     if status := _find_status(error):
         return f"HTTP status {status}"
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = get_message(error)
     return f"nobody answers ({reason})" if is_outage(error) else reason
 
 

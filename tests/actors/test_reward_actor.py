@@ -33,7 +33,7 @@ class Rank:
 def make_leader(*ranks: Rank, **layout: Any) -> Any:
     """Return a scorer that leads these ranks."""
     actor: Any = RewardActor()
-    config = ModelOptions(path="m", world_size=len(ranks), **layout).to_ranks_config()
+    config = ModelOptions(path="m", world_size=len(ranks), **layout).to_ranks_config("rewards[0]")
     names = [f"reward-0/{rank}" for rank in range(len(ranks))]
     actor._name = "reward-0"
     actors = [*map(FakeActor, ranks)]

@@ -33,7 +33,7 @@ def score_from_host(rank: int, port: int, family: str, token: str) -> dict[str, 
     module = load(family, (), "policy").requires_grad_(False)
     join_process_group(rank=rank, world_size=REPLICAS * SPLIT, timeout_s=60.0)
     mesh = init_device_mesh("cpu", (REPLICAS, SPLIT), mesh_dim_names=("data", "tensor"))
-    parallelize_layers(module, mesh["tensor"])
+    parallelize_layers(module, mesh["tensor"], "trainer")
 
     def score() -> torch.Tensor:
         ids, mask = make_rows((17, 30), seed=0)

@@ -105,7 +105,7 @@ def count_on_one_of_two(family: str, words: int, tokens: int) -> dict[str, int]:
     """
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     module = make_model(family, vocab_size=words)
-    parallelize_layers(module, init_device_mesh("cpu", (2,)))
+    parallelize_layers(module, init_device_mesh("cpu", (2,)), "trainer")
     ids, mask = make_rows((tokens,), seed=0)
     with WidestTensor() as widest:
         with CommDebugMode() as forward:

@@ -19,7 +19,7 @@ from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.launch.actor_registry import RESTARTABLE_KINDS, ActorRegistry
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, POLICY, SERVING_ROLES
-from streamrl.errors import ConfigError, DeadlineError, StreamError
+from streamrl.errors import ConfigError, DeadlineError, StreamError, get_first_line
 from streamrl.run_dir.control_requests import (
     LEAVE_TIMEOUT_S,
     PLACE_TIMEOUT_S,
@@ -273,7 +273,7 @@ class ReplicaScaler:
             self._registry.reject_replica(pending.name, pending.role)
         else:
             self._registry.kill_actor(pending.name)
-        line = f"{pending.name} cannot join: {reason.splitlines()[0]}"
+        line = f"{pending.name} cannot join: {get_first_line(reason)}"
         self._change.outcomes[pending.role].append(line)
         self._change.has_failed = True
 

@@ -35,7 +35,7 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from streamrl.actors.launch.fork_server import LAUNCHER_PATH, TOKEN_AUTH_ENV, is_serving
 from streamrl.distributed.devices import override_environment
-from streamrl.errors import ActorError
+from streamrl.errors import ActorError, get_message
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_DEVICE_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -97,8 +97,7 @@ def start_local_ray(
                         _temp_dir=str(folder),
                     )
             except Exception as error:  # noqa: BLE001
-                reason = " ".join(str(error).split())
-                raise ActorError(f"Ray did not start: {reason}") from None
+                raise ActorError(f"Ray did not start: {get_message(error)}") from None
             yield
         finally:
             ray.shutdown()

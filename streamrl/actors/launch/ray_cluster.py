@@ -20,7 +20,7 @@ from streamrl.actors.launch.fork_server import stop_fork_server
 from streamrl.actors.launch.local_ray import defer_signals, start_local_ray
 from streamrl.distributed.devices import check_device, count_local_gpus, use_device
 from streamrl.engines.vllm.environment import MODEL_RUNNERS
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, get_message
 from streamrl.placement.config import PlacementConfig
 from streamrl.placement.resource_demand import (
     ClusterCapacity,
@@ -141,7 +141,7 @@ def _connect_address(address: str) -> Iterator[None]:
             with defer_signals():
                 ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
+            reason = get_message(error)
             if AuthenticationError.__name__ in f"{type(error).__name__} {error.__cause__}":
                 reason = NO_TOKEN_MESSAGE
             raise ConfigError(f"placement.address={address}: {reason}") from None

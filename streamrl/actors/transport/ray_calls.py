@@ -28,6 +28,7 @@ from streamrl.errors import (
     JournalError,
     RankLostError,
     StreamError,
+    get_first_line,
 )
 from streamrl.weights.transport import ClusterAccess
 
@@ -169,18 +170,14 @@ def translate_error(error: RayError, call_name: str) -> StreamError | ConfigErro
             return cause
         return ActorError(f"{call_name}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):
-        return ActorLostError(f"{call_name}: the actor died ({_get_first_line(error)})")
+        return ActorLostError(f"{call_name}: the actor died ({get_first_line(error)})")
     if isinstance(error, ObjectLostError):
         return ActorLostError(f"{call_name}: the actor that owned it died")
     if isinstance(error, OutOfMemoryError):
         return ActorLostError(
             f"{call_name}: Ray killed the actor because its node ran out of memory"
         )
-    return ActorError(f"{call_name}: {type(error).__name__}: {_get_first_line(error)}")
-
-
-def _get_first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    return ActorError(f"{call_name}: {type(error).__name__}: {get_first_line(error)}")
 
 
 def unwrap_error(error: BaseException) -> BaseException:

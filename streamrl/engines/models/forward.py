@@ -24,7 +24,7 @@ from streamrl.engines.models.chunked_head import (
     run_scoring_forward,
 )
 from streamrl.engines.models.packed_rows import RowLayout, enable_packing, unwrap_engine
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, get_message
 from streamrl.files.hf_config import is_trusted, read_model_config
 
 FLEX_ATTENTION = "flex_attention"
@@ -127,8 +127,8 @@ def _load_pretrained(
             device_map={"": "meta"} if on_meta else None,
         )
     except (OSError, RuntimeError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{options.key}={path}: cannot be loaded: {reason[:500]}") from error
+        reason = f"cannot be loaded: {get_message(error):.500}"
+        raise ConfigError(f"{options.key}={path}: {reason}") from error
     missing = sorted(info["missing_keys"])
     if on_meta:
         _initialize_unstored(model, missing)

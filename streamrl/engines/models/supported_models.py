@@ -26,7 +26,7 @@ from streamrl.engines.models.packed_rows import explain_padding
 from streamrl.engines.models.tensor_parallel import WHOLE_LOGITS
 from streamrl.engines.models.tensor_parallel_support import check_trainer_split
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, format_error
 from streamrl.files.hf_config import (
     LAYER_NUMBER_PATTERN,
     RECOMPUTED_TENSORS,
@@ -58,27 +58,24 @@ def silence_transformers() -> Iterator[None]:
 
 
 def check_trained_model(
-    path: str, trainer: TrainerConfig, *, section: str, key: str, is_served: bool
+    path: str, trainer: TrainerConfig, *, key: str, is_served: bool
 ) -> list[str]:
     """Return notes on a model that is trained as configured; raise ConfigError if it cannot be.
 
-    `section` is the trainer's config section; `path`, `key` and `is_served` are those of
-    `check_model_support`.
+    `path`, `key` and `is_served` are those of `check_model_support`.
     """
     check_model_support(path, key=key, is_served=is_served)
-    check_trainer_split(path, trainer, section=section)
+    check_trainer_split(path, trainer)
     with silence_transformers():
         skeleton = load_skeleton(path)
     if trainer.lora_rank:
-        find_lora_layers(skeleton, section=section)
+        find_lora_layers(skeleton, section=trainer.section)
     config = read_model_config(path)
     chosen = choose_attention(config, trainer.attention) or skeleton.config._attn_implementation
     padding, notes = explain_padding(type(skeleton), config, chosen), []
     if padding and trainer.sequence_parallel > 1:
-        raise ConfigError(
-            f"{section}.sequence_parallel={trainer.sequence_parallel}: needs packed rows, but"
-            f" {path} is padded: {padding}"
-        )
+        setting = f"{trainer.section}.sequence_parallel={trainer.sequence_parallel}"
+        raise ConfigError(f"{setting}: needs packed rows, but {path} is padded: {padding}")
     if padding:
         notes.append(f"micro-batches are padded, not packed: {padding}")
     if whole_logits := vars(skeleton)[WHOLE_LOGITS]:
@@ -173,10 +170,10 @@ def check_weight_files(path: str, key: str, *, is_served: bool = True) -> None:
     except (ConfigError, MemoryError):
         raise
     except Exception as error:
-        role, text = "policy" if is_served else "critic", " ".join(str(error).split())
+        role = "policy" if is_served else "critic"
         raise ConfigError(
             f"{key}={path}: transformers makes no {role} of config.json and these files:"
-            f" {type(error).__name__}: {text[:300]}"
+            f" {format_error(error):.300}"
         ) from error
     if problem := _explain_loading(skeleton, loading_info, is_served=is_served):
         raise ConfigError(f"{key}={path}: {problem}")

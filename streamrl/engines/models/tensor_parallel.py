@@ -41,15 +41,16 @@ from streamrl.engines.models.tensor_parallel_support import (
 from streamrl.errors import ConfigError
 
 
-def parallelize_layers(module: PreTrainedModel, mesh: DeviceMesh) -> None:
+def parallelize_layers(module: PreTrainedModel, mesh: DeviceMesh, section: str) -> None:
     """Replace the parameters of `iter_split_params` by DTensors over the mesh.
 
     Inputs and outputs of a layer, and their gradients, stay replicated. The gradients of
-    `list_shared_norms` are each rank's part, to be summed over the mesh. Raises ConfigError if the
-    plan does not name the model's layers.
+    `list_shared_norms` are each rank's part, to be summed over the mesh. Raises ConfigError, naming
+    the config section of the ranks, if the plan does not name the model's layers.
     """
     if next(_iter_layer_params(module), None) is None:
-        raise ConfigError(f"tensor_parallel={mesh.size()}: splits nothing of {module.name_or_path}")
+        setting = f"{section}.tensor_parallel={mesh.size()}"
+        raise ConfigError(f"{setting}: splits nothing of {module.name_or_path}; set it to 1")
     plan = _get_plan_by_name(module)
     experts = {name: style for name, style in plan.items() if style in EXPERT_STYLES}
     # transformers sums gradients of shared norms in every backward pass, and so those of earlier
@@ -63,17 +64,19 @@ def parallelize_layers(module: PreTrainedModel, mesh: DeviceMesh) -> None:
     split_vocabulary(module, mesh)
 
 
-def list_shared_norms(module: PreTrainedModel) -> list[str]:
+def list_shared_norms(module: PreTrainedModel, section: str) -> list[str]:
     """Return the names of parameters that all ranks have, each of which sees its own heads only.
 
-    Raises ConfigError for a norm with weights of its own for each head.
+    Raises ConfigError, naming the config section of the ranks, for a norm with weights of its own
+    for each head.
     """
     plan, names = _get_plan_by_name(module), []
     for name, parameter in module.named_parameters():
         if _find_style(plan, name) != SHARED_NORM_STYLE and not _is_unplanned_norm(plan, name):
             continue
         if parameter.ndim > 1:
-            raise ConfigError(f"tensor_parallel: {name} of {module.name_or_path} has all heads")
+            reason = f"{name} of {module.name_or_path} has all heads; set it to 1"
+            raise ConfigError(f"{section}.tensor_parallel: {reason}")
         names.append(name)
     return names
 

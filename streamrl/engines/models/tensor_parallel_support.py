@@ -60,21 +60,16 @@ def check_generator_split(model_path: str, ranks: int) -> None:
         raise ConfigError(f"generator.tensor_parallel={ranks}: {reason}")
 
 
-def check_trainer_split(model_path: str, trainer: TrainerConfig, *, section: str) -> None:
-    """Raise ConfigError if tensor- and sequence-parallel ranks cannot share the model.
-
-    `section` is the config section of the trainer, which error messages name.
-    """
+def check_trainer_split(model_path: str, trainer: TrainerConfig) -> None:
+    """Raise ConfigError if tensor- and sequence-parallel ranks cannot share the model."""
     config = read_model_config(model_path)
     sizes = _read_sizes(config.get_text_config(), (*DIVIDED_KEYS, *EXPERT_COUNT_KEYS))
-    check_rank_split(config, sizes, trainer, section=section)
+    check_rank_split(config, sizes, trainer)
 
 
-def check_rank_split(
-    config: "AnyConfig | None", sizes: SplitSizes, trainer: TrainerConfig, *, section: str
-) -> None:
+def check_rank_split(config: "AnyConfig | None", sizes: SplitSizes, trainer: TrainerConfig) -> None:
     """Raise ConfigError if ranks cannot share a model of these sizes; `config` may be unknown."""
-    ranks = trainer.tensor_parallel
+    ranks, section = trainer.tensor_parallel, trainer.section
     if ranks > 1:
         reason = explain_untrainable_split(config, sizes, ranks)
         if not reason and trainer.zero_stage == PARAMETER_SHARDING_STAGE:

@@ -452,8 +452,8 @@ class TorchBackend(TrainingBackend):
         #: Parameters of which each tensor-parallel rank has a part of the gradient.
         self._shared_norms: list[str] = []
         if self._tp_size > 1:
-            self._shared_norms = list_shared_norms(module)
-            parallelize_layers(module, self._tp_mesh)
+            self._shared_norms = list_shared_norms(module, config.section)
+            parallelize_layers(module, self._tp_mesh, config.section)
             if weights is None:
                 _copy_local_params(module)
         if self._is_sharded:

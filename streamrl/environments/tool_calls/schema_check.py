@@ -15,11 +15,10 @@ from referencing.jsonschema import DRAFT202012
 from streamrl.environments.interface import ToolSchema
 from streamrl.environments.tool_calls.tool_schema import get_parameters
 from streamrl.errors import ConfigError
+from streamrl.files.printable_text import shorten_text
 
 MAX_PROBLEMS = 3
 """Most problems of one call that are reported to the policy."""
-MAX_MESSAGE_CHARS = 120
-"""Most characters of a problem: it may repeat a long value."""
 
 
 def _is_integer(checker: Any, value: Any) -> bool:
@@ -102,8 +101,6 @@ def _describe_problem(error: ValidationError | SchemaError) -> str:
     if inner := [branch for branch in error.context or () if branch.relative_path]:
         return _describe_problem(inner[0])
     place = error.json_path.removeprefix("$").removeprefix(".")
-    message = error.message
-    if len(message) > MAX_MESSAGE_CHARS:
-        half = MAX_MESSAGE_CHARS // 2
-        message = f"{message[:half]}...{message[-half:]}"
+    # The message may repeat a long value.
+    message = shorten_text(error.message)
     return f"{place}: {message}" if place else message

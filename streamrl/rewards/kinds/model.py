@@ -20,7 +20,13 @@ from streamrl.data.chat_template import (
 )
 from streamrl.data.config import MODEL_TEMPLATE
 from streamrl.engines.trainer_config import RankLayout, TrainerConfig
-from streamrl.errors import ConfigError, RewardError, RewardMemoryError, RewardTimeoutError
+from streamrl.errors import (
+    ConfigError,
+    RewardError,
+    RewardMemoryError,
+    RewardTimeoutError,
+    get_first_line,
+)
 from streamrl.files.hf_config import (
     is_trusted,
     list_weight_files,
@@ -141,9 +147,9 @@ class ModelOptions(RankLayout, RetryOptions):
     batch_tokens: Annotated[int, at_least(1)] = 16384
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16")] = "auto"
 
-    def to_ranks_config(self) -> TrainerConfig:
-        """Return the settings of the ranks that hold the model."""
-        return self.to_trainer_config(TrainerConfig(dtype=self.dtype))
+    def to_ranks_config(self, key: str) -> TrainerConfig:
+        """Return the settings of the ranks that hold the model; `key` is the reward's."""
+        return self.to_trainer_config(TrainerConfig(dtype=self.dtype), key)
 
 
 def load_rank(spec: RewardSpec[ModelOptions], rank: int = 0) -> "ModelRank":
@@ -155,7 +161,7 @@ def load_rank(spec: RewardSpec[ModelOptions], rank: int = 0) -> "ModelRank":
     offload, key = spec.context.scorer.offload, f"{spec.key}.path"
     options = ModelLoadOptions(keeps_layers_on_host=offload, key=key)
     task = RewardModelTask(spec.options.path, options=options)
-    return ModelRank(task, config=spec.options.to_ranks_config(), rank=rank)
+    return ModelRank(task, config=spec.options.to_ranks_config(spec.key), rank=rank)
 
 
 def compute_logits(rank: "ModelRank", rows: Sequence[TokenRow]) -> list[float]:
@@ -166,7 +172,7 @@ def compute_logits(rank: "ModelRank", rows: Sequence[TokenRow]) -> list[float]:
         return rank.compute_logits(rows)
     except OutOfMemoryError as error:
         shape = f"{len(rows)} texts of up to {max(map(len, rows))} tokens"
-        raise RewardMemoryError(f"{shape}: {str(error).splitlines()[0]}") from error
+        raise RewardMemoryError(f"{shape}: {get_first_line(error)}") from error
 
 
 def read_classifier(path: str, setting: str) -> tuple["PreTrainedTokenizerBase", int | None]:
@@ -250,7 +256,7 @@ class ModelReward(Reward):
         options = spec.options
         self._options = options
         self._tokenizer, max_tokens = read_classifier(options.path, f"{spec.key}.path")
-        check_trainer_split(options.path, options.to_ranks_config(), section=spec.key)
+        check_trainer_split(options.path, options.to_ranks_config(spec.key))
         limits = (max_tokens, self._tokenizer.model_max_length, options.batch_tokens)
         self._max_length = min(limit for limit in limits if limit)
         self._timeout_s = options.timeout_s or spec.context.scorer.timeout_s

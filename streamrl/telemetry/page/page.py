@@ -28,6 +28,7 @@ import yaml
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
 from streamrl.errors import ConfigError
+from streamrl.files.printable_text import shorten_text
 from streamrl.messages import Array
 from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, IDLE_PREFIX
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
@@ -289,10 +290,6 @@ def describe_event(event: Mapping[str, Any]) -> str:
     fields = [f"{name}: {shorten_text(str(value))}" for name, value in facts.items()]
     # Plotly renders some HTML tags in texts.
     return "<br>".join(html.escape(text, quote=False) for text in (str(event["event"]), *fields))
-
-
-def shorten_text(text: str, limit: int = 120) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def make_vertical_line(x: float, color: str) -> dict[str, Any]:

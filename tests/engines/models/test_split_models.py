@@ -123,12 +123,13 @@ def test_a_model_that_ranks_cannot_split_is_rejected(
     AutoConfig.for_model(**settings).save_pretrained(tmp_path)
     config = TrainerConfig(backend="torch", world_size=4, **trainer)
     with pytest.raises(ConfigError) as refusal:
-        check_trainer_split(str(tmp_path), config, section="trainer")
+        check_trainer_split(str(tmp_path), config)
     assert str(refusal.value) == f"trainer.{message}"
 
 
-def test_a_norm_that_cannot_be_split_is_refused_with_the_directory_of_its_model():
+def test_a_norm_that_cannot_be_split_is_refused_with_the_setting_and_its_model():
     model = make_model("cohere", use_qk_norm=True)
     model.name_or_path = "models/critic"
-    with pytest.raises(ConfigError, match=r"\S+q_norm.weight of models/critic has all heads"):
-        list_shared_norms(model)
+    words = r"^critic.trainer.tensor_parallel: \S+q_norm.weight of models/critic has all heads"
+    with pytest.raises(ConfigError, match=words):
+        list_shared_norms(model, "critic.trainer")

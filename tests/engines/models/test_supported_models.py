@@ -151,7 +151,7 @@ def test_a_bias_that_vllm_has_no_parameter_for_is_rejected(tmp_path: Path, famil
 
 def list_notes(path: str, **settings: Any) -> list[str]:
     config = TrainerConfig(**settings)
-    notes = check_trained_model(path, config, section="trainer", key="x.path", is_served=True)
+    notes = check_trained_model(path, config, key="x.path", is_served=True)
     assert all(note.startswith(f"x.path={path}: ") for note in notes)
     return [note.removeprefix(f"x.path={path}: ") for note in notes]
 
