@@ -24,7 +24,7 @@ PREEMPTION_WAIT_S = 5.0
 
 
 class ProgressClock:
-    """Time of the last progress on shared devices; never advances on dedicated devices.
+    """Time of the last progress on shared devices; an outage and moving weights count as progress.
 
     A waiter on a shared device may have to wait for long work of the holders. So a deadline counts
     only the time in which no holder finishes a piece of work.
