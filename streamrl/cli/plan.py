@@ -108,8 +108,8 @@ def suggest_fixes(
 
     tokens, key = config.pipeline.micro_batch_tokens, "pipeline.micro_batch_tokens"
     smaller = ({key: tokens // divisor} for divisor in MICRO_BATCH_DIVISORS)
-    unset: SettingValues = {"generator.kv_cache_mb": None}
-    fixes = [unset] if fits(unset) else []
+    freed: list[SettingValues] = [{"generator.kv_cache_mb": None}, {"scorer.offload": False}]
+    fixes = [s for s in freed if fits(s)]
     fixes += [s for s in smaller if fits(s)][:1]
     adapters: SettingValues = {"trainer.lora_rank": LORA_RANK}
     if not fixes and not config.trainer.lora_rank and fits(adapters):

@@ -58,10 +58,8 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
     problem, constants = read_planner_inputs(arguments, config).build_problem(config)
     check_run_splits(config, problem)
     placement = build_run_placement(config, problem.models)
-    try:
-        placement.check_on_cluster(problem.cluster)
-    except ConfigError as error:
-        raise ConfigError(f"placement of {arguments.config}: {error}") from None
+    sections = {call.stage: config.get_ranks_section(call) for call in config.dataflow.calls}
+    placement.check_on_cluster(problem.cluster, sections)
     costs = CostModel(problem, constants)
     if why := costs.explain_infeasible(placement):
         raise ConfigError(f"{problem.cluster}: {why}")

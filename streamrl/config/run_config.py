@@ -34,7 +34,9 @@ from streamrl.dataflow import (
     POLICY,
     REFERENCE_CALL,
     REWARD_CALL,
+    REWARD_ROLES,
     VALUE_CALL,
+    CallKind,
     Dataflow,
     ModelCall,
     build_dataflow,
@@ -43,6 +45,7 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import (
     CriticConfig,
     CriticTrainerConfig,
+    RankLayout,
     ReferenceConfig,
     TrainerConfig,
 )
@@ -328,9 +331,17 @@ class RunConfig(ConfigSections):
             return self.get_trainer_config(call.role)
         if split := self.find_split_reward(call.role):
             return split.options.to_ranks_config(split.key)
-        layout = self.reference if call.role == REFERENCE_CALL.role else self.critic.shadow
+        whole = dict.fromkeys(REWARD_ROLES, RankLayout())
+        layouts = {REFERENCE_CALL.role: self.reference, **whole}
+        layout = layouts.get(call.role, self.critic.shadow)
         followed = call.followed_role if call.followed_role in CRITIC_ROLES else POLICY
         return layout.to_trainer_config(self.get_trainer_config(followed))
+
+    def get_ranks_section(self, call: ModelCall) -> str:
+        """Return the section with the numbers of ranks and replicas of a call, for messages."""
+        if call.kind is CallKind.GENERATE:
+            return "generator"
+        return self.get_ranks_config(call).section or "scorer"
 
     def find_split_reward(self, role: str) -> RewardSpec[ModelOptions] | None:
         """Return a role's reward or cost whose model several ranks hold; None if there is none."""

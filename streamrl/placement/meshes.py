@@ -36,7 +36,10 @@ class Mesh:
     def check_on_cluster(self, cluster: Cluster, location: str) -> None:
         """Raise ConfigError, naming `location`, unless the cluster has the devices."""
         if self.first + self.size > cluster.num_devices:
-            raise ConfigError(f"{location}: devices {self}; the cluster has {cluster.num_devices}")
+            raise ConfigError(
+                f"{location}: needs devices {self}; the cluster has {cluster.num_devices}: lower"
+                " the ranks and replicas, or share devices by placement.mode"
+            )
 
     def find_divided_ranks(self, tp_size: int, cluster: Cluster) -> Sequence[int]:
         """Return the first `tp_size` tensor-parallel ranks' devices that two nodes share, or ()."""

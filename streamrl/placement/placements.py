@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 from streamrl.dataflow import CallKind, Dataflow
@@ -74,22 +75,24 @@ class Placement:
     max_staleness: int = 0
     is_streamed: bool = True
 
-    def check_on_cluster(self, cluster: Cluster) -> None:
-        """Raise ConfigError unless the cluster has the devices, and the bound is in range."""
+    def check_on_cluster(
+        self, cluster: Cluster, sections: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Raise ConfigError unless the cluster has the devices, and the bound is in range.
+
+        sections: config section of the ranks of each stage, which messages name.
+        """
         for stage, assignment in self.assignments.items():
-            assignment.mesh.check_on_cluster(cluster, f"placement.{stage}")
-            limit = min(MAX_TP_SIZE, assignment.mesh.count_devices_per_node(cluster))
-            if assignment.grid.tp_size > limit:
-                raise ConfigError(
-                    f"placement.{stage}: {assignment.grid.tp_size} tensor-parallel ranks:"
-                    f" at most {limit} on a node"
-                )
+            section, mesh = sections.get(stage, f"placement.{stage}"), assignment.mesh
+            mesh.check_on_cluster(cluster, section)
+            limit = min(MAX_TP_SIZE, mesh.count_devices_per_node(cluster))
             tp_size = assignment.grid.tp_size
-            if devices := assignment.mesh.find_divided_ranks(tp_size, cluster):
-                raise ConfigError(
-                    f"placement.{stage}: {tp_size} tensor-parallel ranks: must share a node, which"
-                    f" devices {devices[0]}-{devices[-1]} do not"
-                )
+            setting = f"{section}.tensor_parallel={tp_size}"
+            if tp_size > limit:
+                raise ConfigError(f"{setting}: must be at most {limit}, to be on one node")
+            if devices := mesh.find_divided_ranks(tp_size, cluster):
+                ends = f"{devices[0]}-{devices[-1]}"
+                raise ConfigError(f"{setting}: must divide a node's devices; {ends} are on two")
         if not 0 <= self.max_staleness <= MAX_STALENESS:
             raise ConfigError(
                 f"pipeline.max_staleness={self.max_staleness}: must be from 0 to {MAX_STALENESS}"

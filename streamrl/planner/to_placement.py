@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -25,14 +26,9 @@ from streamrl.dataflow import (
     Dataflow,
     ModelCall,
 )
-from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.models.tensor_parallel_support import (
-    SplitSizes,
     check_rank_split,
-    explain_uneven_experts,
     explain_unservable_split,
-    explain_unshared_heads,
-    explain_untrainable_split,
     find_family_config,
     get_split_sizes,
 )
@@ -217,75 +213,45 @@ def make_split_rules(config: RunConfig, problem: PlacementProblem) -> SplitRules
 
     The function restricts `list_zero_stages` by the run's settings and models.
     """
-    trainers = {role: config.get_trainer_config(role) for role in config.dataflow.trained_roles}
     # Only the sole model of a list of rewards can be split: a process is in one group of ranks.
     whole_roles = {role for role in REWARD_ROLES if len(config.list_model_rewards(role)) != 1}
-    sharing = {
-        call.role: config.get_ranks_config(call).sequence_parallel
-        for call in config.dataflow.select_calls(CallKind.SCORE)
-        if call.role not in REWARD_ROLES or config.find_split_reward(call.role)
-    }
+    get_ranks_config = cache(config.get_ranks_config)
 
     def rules(call: ModelCall, grid: RankGrid) -> Sequence[int]:
         if call.role in whole_roles:
             return (1,) if grid.tp_size == grid.pp_size == 1 else ()
         shape = problem.models.get(call.role) or problem.models[call.followed_role]
-        stages, is_trained = list_zero_stages(call, grid), call.kind is CallKind.TRAIN
-        sizes = get_split_sizes(shape, is_trained=is_trained)
-        if is_trained:
-            return _restrict_zero_stages(stages, trainers[call.role], shape, sizes, grid)
-        if call.kind is CallKind.SCORE:
-            # As ranks that train, but for the rules of optimizers.
-            sizes = get_split_sizes(shape, is_trained=True)
-            family = find_family_config(shape.family) if shape.architectures else None
-            tp_size = grid.tp_size
-            is_uneven = explain_uneven_experts(sizes, tp_size, grid.dp_size)
-            if tp_size > 1 and explain_untrainable_split(family, sizes, tp_size):
-                return ()
-            if (shared := sharing.get(call.role, 1)) > 1:
-                # Ranks share a micro-batch only within a copy, which is then on several of them.
-                is_refused = explain_unshared_heads(sizes, shared, tp_size) or is_uneven
-                return () if is_refused or grid.dp_size % shared else stages[1:]
-            return stages[:1] if tp_size > 1 and is_uneven else stages
-        return () if explain_unservable_split(sizes, grid.tp_size) else stages
+        stages = list_zero_stages(call, grid)
+        if call.kind is CallKind.GENERATE:
+            sizes = get_split_sizes(shape, is_trained=False)
+            return () if explain_unservable_split(sizes, grid.tp_size) else stages
+        ranks, sizes = get_ranks_config(call), get_split_sizes(shape, is_trained=True)
+        if call.kind is CallKind.TRAIN and ranks.backend == "torch" and len(stages) > 1:
+            stages = (0, PARAMETER_SHARDING_STAGE)
+        # Shapes by name are of families whose plans are known; transformers imports slowly.
+        family = find_family_config(shape.family) if shape.architectures else None
+        allowed = []
+        for stage in stages:
+            with suppress(ConfigError):
+                sized = _size_ranks(ranks, call, grid, stage)
+                check_rank_split(family, sizes, sized)
+                allowed.append(stage)
+        return tuple(allowed)
 
     return rules
 
 
-def _restrict_zero_stages(
-    stages: Sequence[int],
-    trainer: TrainerConfig,
-    shape: ModelShape,
-    sizes: SplitSizes,
-    grid: RankGrid,
-) -> Sequence[int]:
-    """Return those of `stages` that a trainer's settings allow for its model on a rank grid.
+def _size_ranks(ranks: TrainerConfig, call: ModelCall, grid: RankGrid, stage: int) -> TrainerConfig:
+    """Return the settings of a model's ranks on a grid; raise ConfigError if they do not allow it.
 
-    The torch backend, which trains tensor-parallel layers, supports no adapters under tensor
-    parallelism and no optimizer in host memory. Without tensor parallelism it shards the whole
-    model (ZeRO 3) or, in float32 only, replicates it (0).
+    The ranks of a model that only scores are those of a copy: of all its replicas if it is sharded.
     """
-    tp_size, is_split = grid.tp_size, grid.tp_size > 1
-    # Shapes by name are of families whose plans are known; transformers imports slowly.
-    family = find_family_config(shape.family) if shape.architectures else None
-    if (
-        explain_unshared_heads(sizes, trainer.sequence_parallel, tp_size)
-        or (is_split and (trainer.lora_rank or trainer.offload_optimizer))
-        or (is_split and explain_untrainable_split(family, sizes, tp_size))
-        or grid.num_ranks % (tp_size * trainer.sequence_parallel)
-    ):
-        return ()
-    if trainer.backend == "torch" and not is_split and stages:
-        stages = (0, PARAMETER_SHARDING_STAGE) if grid.num_ranks > 1 else stages
-        # Only the sharded model has the master weights that bfloat16 needs.
-        return stages[1:] if trainer.dtype == "bfloat16" else stages
-    refused: tuple[int, ...] = ()
-    if is_split and explain_uneven_experts(sizes, tp_size, grid.dp_size):
-        refused = (PARAMETER_SHARDING_STAGE,)
-    if trainer.offload_optimizer:
-        # With ZeRO 2 DeepSpeed would sum gradients in bfloat16.
-        refused = (0,) if trainer.dtype == "float32" else (0, 2)
-    return tuple(stage for stage in stages if stage not in refused)
+    if call.kind is CallKind.TRAIN:
+        placed = CallAssignment(Mesh(0, grid.num_ranks), grid, stage)
+        return replace(ranks, **make_trainer_sizes(ranks, placed))
+    is_sharded = stage == PARAMETER_SHARDING_STAGE
+    num_ranks = grid.num_ranks if is_sharded else grid.tp_size
+    return replace(ranks, world_size=num_ranks, tensor_parallel=grid.tp_size)
 
 
 def list_zero_stages(call: ModelCall, grid: RankGrid) -> Sequence[int]:

@@ -43,7 +43,7 @@ def test_the_listed_meshes_are_parts_of_a_node_and_whole_nodes_of_any_type(text:
         runs += combinations(range(first, end + 1), 2)
     listed = {Mesh(first, end - first) for first, end in runs}
     assert {*iter_meshes(cluster, has_uneven=True)} <= listed
-    with pytest.raises(ConfigError, match="here: devices"):
+    with pytest.raises(ConfigError, match="here: needs devices"):
         Mesh(1, cluster.num_devices).check_on_cluster(cluster, "here")
 
 

@@ -37,17 +37,20 @@ def make_placement(devices: str, grid: str) -> Placement:
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        (make_placement("12-16", "1-1-5"), "placement.train: devices 12-16; the cluster has 16"),
+        (
+            make_placement("12-16", "1-1-5"),
+            "trainer: needs devices 12-16; the cluster has 16",
+        ),
         (
             make_placement("4-15", "1-6-2"),
-            "6 tensor-parallel ranks: must share a node, which devices 4-9 do not",
+            "tensor_parallel=6: must divide a node's devices; 4-9 are on two",
         ),
-        (make_placement("0-15", "1-16-1"), "16 tensor-parallel ranks: at most 8 on a node"),
+        (make_placement("0-15", "1-16-1"), "trainer.tensor_parallel=16: must be at most 8"),
         (replace(make_placement("4-7", "1-1-4"), max_staleness=-1), "max_staleness=-1"),
     ],
 )
 def test_a_cluster_that_cannot_run_a_placement_is_refused(placement: Placement, message: str):
     with pytest.raises(ConfigError) as refused:
-        placement.check_on_cluster(Cluster.from_text("2x8xA100"))
+        placement.check_on_cluster(Cluster.from_text("2x8xA100"), {"train": "trainer"})
     assert message in str(refused.value)
     make_placement("4-11", "1-4-2").check_on_cluster(Cluster.from_text("2x8xA100"))

@@ -68,21 +68,26 @@ def check_trainer_split(model_path: str, trainer: TrainerConfig) -> None:
 
 
 def check_rank_split(config: "AnyConfig | None", sizes: SplitSizes, trainer: TrainerConfig) -> None:
-    """Raise ConfigError if ranks cannot share a model of these sizes; `config` may be unknown."""
+    """Raise ConfigError if ranks cannot share a model of these sizes.
+
+    None as `config` skips the check of the family, for a planner that does not know it.
+    """
     ranks, section = trainer.tensor_parallel, trainer.section
     if ranks > 1:
-        reason = explain_untrainable_split(config, sizes, ranks)
+        reason = _explain_missing_plan(config) if config is not None else ""
+        reason = reason or _explain_indivisible(sizes, ranks)
         if not reason and trainer.zero_stage == PARAMETER_SHARDING_STAGE:
-            reason = explain_uneven_experts(sizes, ranks, trainer.fsdp_size)
+            reason = _explain_uneven_experts(sizes, ranks, trainer.fsdp_size)
         if reason:
             raise ConfigError(f"{section}.tensor_parallel={ranks}: {reason}")
     size = trainer.sequence_parallel
-    if reason := explain_unshared_heads(sizes, size, ranks):
+    heads = {key: sizes[key] for key in (HEADS_KEY, KV_HEADS_KEY) if key in sizes}
+    if size > 1 and (reason := _explain_indivisible(heads, size * ranks)):
         times = f" times tensor_parallel={ranks}" * (ranks > 1)
         raise ConfigError(f"{section}.sequence_parallel={size}:{times} {reason}")
 
 
-def explain_uneven_experts(sizes: SplitSizes, tensor_parallel: int, fsdp_size: int) -> str:
+def _explain_uneven_experts(sizes: SplitSizes, tensor_parallel: int, fsdp_size: int) -> str:
     """Explain why FSDP2 cannot shard the experts of a tensor-parallel rank; "" if it can."""
     experts = next((sizes[name] for name in EXPERT_COUNT_KEYS if name in sizes), 0)
     experts //= tensor_parallel
@@ -92,13 +97,6 @@ def explain_uneven_experts(sizes: SplitSizes, tensor_parallel: int, fsdp_size: i
         f"leaves {experts} experts to a rank, which zero_stage=3 shards over {fsdp_size} ranks: use"
         " sizes that divide"
     )
-
-
-def explain_unshared_heads(sizes: SplitSizes, sequence_parallel: int, tensor_parallel: int) -> str:
-    """Explain why sequence-parallel ranks cannot share the heads; "" if they can."""
-    heads = {name: size for name, size in sizes.items() if name in (HEADS_KEY, KV_HEADS_KEY)}
-    is_shared = sequence_parallel > 1
-    return _explain_indivisible(heads, sequence_parallel * tensor_parallel) if is_shared else ""
 
 
 def get_split_sizes(shape: ModelShape, *, is_trained: bool) -> SplitSizes:
@@ -122,16 +120,6 @@ def explain_unservable_split(sizes: SplitSizes, ranks: int) -> str:
         {name: size for name, size in sizes.items() if name != KV_HEADS_KEY or not replicates_kv},
         ranks,
     )
-
-
-def explain_untrainable_split(config: "AnyConfig | None", sizes: SplitSizes, ranks: int) -> str:
-    """Explain why training cannot split a model over `ranks` tensor-parallel ranks; "" if it can.
-
-    `sizes` are those that `ranks` must divide. None as `config` skips the check of the family, for
-    a planner that does not know it.
-    """
-    reason = _explain_missing_plan(config) if config is not None else ""
-    return reason or _explain_indivisible(sizes, ranks)
 
 
 def _explain_missing_plan(config: AnyConfig) -> str:
