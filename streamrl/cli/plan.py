@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from streamrl.cli.arguments.planner_args import (
 from streamrl.cli.output.output_files import check_output_file, write_output_file
 from streamrl.config.run_config import (
     RunConfig,
-    config_to_dict,
     dump_config,
     load_config,
     with_settings,
@@ -394,9 +393,9 @@ def _write_files(
     if arguments.output is None:
         return {}
     config = _make_planned_run(report, costs)
-    before = config_to_dict(_read_requested_run(arguments, report))
+    before = asdict(_read_requested_run(arguments, report))
     write_output_file("-o", arguments.output, dump_config(config))
-    return _diff_settings(before, config_to_dict(config))
+    return _diff_settings(before, asdict(config))
 
 
 def _read_requested_run(arguments: argparse.Namespace, report: PlanReport) -> RunConfig:

@@ -18,7 +18,6 @@ from streamrl.planner.plan_report import (
     describe_assignments,
     describe_problem,
     format_count,
-    format_percent,
     format_seconds,
     format_table,
     simulation_to_json,
@@ -94,7 +93,7 @@ def _simulate(arguments: argparse.Namespace, progress: ProgressLine) -> str:
 def describe_simulation(result: SimulationResult) -> list[str]:
     rows = [["stage", "idle", "groups waiting"]]
     for stage, idle in result.idle_fractions.items():
-        rows.append([stage, format_percent(idle), f"{result.queue_depths.get(stage, 0):.1f}"])
+        rows.append([stage, f"{idle:.0%}", f"{result.queue_depths.get(stage, 0):.1f}"])
     ages = " ".join(
         f"{age}: {tokens / result.tokens_by_staleness.total():.0%}"
         for age, tokens in sorted(result.tokens_by_staleness.items())

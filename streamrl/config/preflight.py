@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from streamrl.buffer.staleness_credits import bound_group_bytes, check_shard_bytes
+from streamrl.buffer.staleness_credits import check_shard_bytes
 from streamrl.config.device_memory import GIB, estimate_role_memory, find_gpu_shortage
 from streamrl.config.role_counts import (
     assign_slots,
@@ -414,17 +414,6 @@ def check_worker_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | No
     return fitted
 
 
-def compute_max_group_bytes(config: RunConfig, prepared: PreparedRun) -> int:
-    """Return the bytes of the largest group that the run can store in the queue."""
-    return bound_group_bytes(
-        [call.produces for call in prepared.dataflow.calls],
-        prepared.component_columns,
-        rollouts=config.algorithm.group_size * config.environment.max_rollouts_per_episode,
-        tokens=prepared.max_length,
-        turns=config.environment.max_turns,
-    )
-
-
 def compute_shard_bytes(
     config: RunConfig, prepared: PreparedRun, *, node_stores: Sequence[float]
 ) -> int:
@@ -437,7 +426,7 @@ def compute_shard_bytes(
     shard_bytes = int(config.queue.store_share * smallest / per_node)
     check_shard_bytes(
         shard_bytes,
-        group_bytes=compute_max_group_bytes(config, prepared),
+        group_bytes=config.bound_group_bytes(prepared.component_columns, prepared.max_length),
         groups_per_step=config.pipeline.groups_per_step,
         location=f"{config.queue.store_share:.0%} of an object store of"
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",

@@ -7,9 +7,9 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,6 +21,7 @@ from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.config import QueueConfig
 from streamrl.buffer.staleness_credits import MAX_FACTOR as MOST_OVERSAMPLED
+from streamrl.buffer.staleness_credits import bound_group_bytes
 from streamrl.config.removed_settings import drop_removed_settings
 from streamrl.data.config import FILE_KEYS, DataConfig, make_paths_absolute
 from streamrl.dataflow import (
@@ -59,6 +60,7 @@ from streamrl.files.typed_settings import (
     check_conflicts,
     find_conflict,
     get_fields,
+    iter_settings,
     merge_settings,
     prepare_settings,
     suggest_nearest,
@@ -107,18 +109,9 @@ def _suggest_key(key: str, section: Any) -> str:
     siblings = get_fields(section)
     if close := difflib.get_close_matches(name, siblings, n=1):
         return f"the nearest key is {f'{parent}.{close[0]}'.removeprefix('.')}"
-    elsewhere = [other for other in _iter_keys(RunConfig) if other.rpartition(".")[2] == name]
+    elsewhere = [other for other, _ in iter_settings(RunConfig) if other.rpartition(".")[2] == name]
     close = difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.0)
     return f"the nearest key is {close[0]}" if close else suggest_nearest(name, siblings)
-
-
-def _iter_keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a settings dataclass and of dataclasses nested in it."""
-    for name, hint in get_fields(kind).items():
-        item = get_args(hint)[0] if get_origin(hint) is list else hint
-        yield f"{prefix}{name}"
-        if is_dataclass(item):
-            yield from _iter_keys(item, f"{prefix}{name}.")
 
 
 MAX_NAME_BYTES = 200
@@ -376,6 +369,19 @@ class RunConfig(ConfigSections):
         """Number of groups that the queue may hold: as many as the pipeline keeps in flight."""
         in_flight = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
         return math.ceil(in_flight * (self.filter.oversample_factor or MOST_OVERSAMPLED))
+
+    def bound_group_bytes(self, components: Sequence[str], tokens: int) -> int:
+        """Return the bytes of the largest group that the run can store in the queue.
+
+        components: columns of the reward and cost components. tokens: those of the longest rollout.
+        """
+        return bound_group_bytes(
+            [call.produces for call in self.dataflow.calls],
+            components,
+            rollouts=self.algorithm.group_size * self.environment.max_rollouts_per_episode,
+            tokens=tokens,
+            turns=self.environment.max_turns,
+        )
 
 
 # Checks across sections, of settings that are valid alone and contradict each other. Each raises
@@ -686,7 +692,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     The algorithm must stay the same, because its dry run is not repeated. Raises ConfigError if the
     result is inconsistent.
     """
-    changed = OmegaConf.create(config_to_dict(config))
+    changed = OmegaConf.create(dataclasses.asdict(config))
     for key, value in settings.items():
         OmegaConf.update(changed, key, value, merge=False, force_add=True)
     return parse_settings(RunConfig, changed)
@@ -751,10 +757,6 @@ def iter_path_sections(config: ConfigSections) -> Iterator[tuple[str, dict[str, 
 
 def dump_config(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def config_to_dict(config: ConfigSections) -> dict[str, Any]:
-    return dataclasses.asdict(config)
 
 
 def _read_config_file(path: Path) -> DictConfig:

@@ -138,24 +138,18 @@ class TrainerConfig:
         for name in ("lr_min", "lr_decay_steps"):
             falls = self.lr_schedule != "constant"
             yield vars(self)[name] is not None and not falls, name, f"{setting} does not fall"
-        is_split, world = self.tensor_parallel > 1, f"world_size={self.world_size}"
+        is_split = self.tensor_parallel > 1
         yield (
             is_split and self.backend != "torch",
             "tensor_parallel",
             f"needs backend=torch, not {self.backend}",
         )
-        yield self.world_size % self.tensor_parallel, "tensor_parallel", f"must divide {world}"
         yield (
             is_split and self.lora_rank,
             "tensor_parallel",
             "does not support LoRA; lora_rank must be 0",
         )
-        times = "times tensor_parallel " * is_split
-        yield (
-            self.world_size % self.ranks_per_batch,
-            "sequence_parallel",
-            f"{times}must divide {world}",
-        )
+        yield from _list_size_conflicts(self)
 
     @property
     def ranks_per_batch(self) -> int:
@@ -248,17 +242,8 @@ class RankLayout:
     sequence_parallel: Annotated[int, at_least(1)] = 1
 
     def __post_init__(self) -> None:
-        prefix, world = f"{self.section}." if self.section else "", f"world_size={self.world_size}"
-        shared = self.tensor_parallel * self.sequence_parallel
-        conflicts = [
-            (self.world_size % self.tensor_parallel, "tensor_parallel", f"must divide {world}"),
-            (
-                self.world_size % shared,
-                "sequence_parallel",
-                f"times tensor_parallel={self.tensor_parallel} must divide {world}",
-            ),
-        ]
-        check_conflicts(self, conflicts, prefix)
+        prefix = f"{self.section}." if self.section else ""
+        check_conflicts(self, _list_size_conflicts(self), prefix)
 
     def to_trainer_config(self, trainer: TrainerConfig, key: str = "") -> "ScoringRanksConfig":
         """Return the settings of the ranks, with precision, attention and threads of a trainer.
@@ -277,6 +262,15 @@ class RankLayout:
             threads=trainer.threads,
             collective_timeout_s=trainer.collective_timeout_s,
         )
+
+
+def _list_size_conflicts(ranks: TrainerConfig | RankLayout) -> Iterator[Conflict]:
+    """Yield the rules between a number of ranks and the sizes by which they share a model."""
+    tp_size, world = ranks.tensor_parallel, f"world_size={ranks.world_size}"
+    yield ranks.world_size % tp_size, "tensor_parallel", f"must divide {world}"
+    times = f"times tensor_parallel={tp_size} " * (tp_size > 1)
+    shared = tp_size * ranks.sequence_parallel
+    yield ranks.world_size % shared, "sequence_parallel", f"{times}must divide {world}"
 
 
 @dataclass

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -261,15 +261,22 @@ def has_mark(hint: Any, mark: str) -> bool:
     return get_origin(hint) is Annotated and mark in get_args(hint)
 
 
-def list_fixed_settings(kind: Any, prefix: str = "") -> list[str]:
-    """Return the keys of a settings dataclass, and of those in it, marked FIXED_ON_RESUME."""
-    keys = []
+def iter_settings(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield key and type, with its marks, of each setting of a dataclass and of those in it.
+
+    Keys of entries of lists begin with the list's, as in `rewards.kind`.
+    """
+    types = get_fields(kind)
     for name, hint in get_fields(kind, with_marks=True).items():
-        if dataclasses.is_dataclass(hint):
-            keys += list_fixed_settings(hint, f"{prefix}{name}.")
-        elif has_mark(hint, FIXED_ON_RESUME):
-            keys.append(f"{prefix}{name}")
-    return keys
+        yield f"{prefix}{name}", hint
+        entry = get_args(types[name])[0] if get_origin(types[name]) is list else types[name]
+        if dataclasses.is_dataclass(entry):
+            yield from iter_settings(entry, f"{prefix}{name}.")
+
+
+def list_fixed_settings(kind: Any) -> list[str]:
+    """Return the keys of a settings dataclass, and of those in it, marked FIXED_ON_RESUME."""
+    return [key for key, hint in iter_settings(kind) if has_mark(hint, FIXED_ON_RESUME)]
 
 
 def find_conflict(settings: Any, conflicts: Iterable[Conflict], section: str = "") -> str:

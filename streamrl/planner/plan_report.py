@@ -44,10 +44,6 @@ def format_seconds(number: float) -> str:
     return f"{number:.3g}" if number < 1000 else f"{number:.0f}"  # noqa: PLR2004
 
 
-def format_percent(fraction: float) -> str:
-    return f"{fraction:.0%}"
-
-
 GB = 1e9
 
 NO_FIX_TEXT = (
@@ -191,7 +187,7 @@ class PlanReport:
         return [
             f"{point.max_staleness}: {point.candidate.label}",
             format_seconds(estimate.step_s),
-            format_percent(estimate.device_idle),
+            f"{estimate.device_idle:.0%}",
             f"{estimate.memory_bytes / GB:.3g}",
             format_seconds(result.mean_step_s),
             format_count(result.tokens_per_s),

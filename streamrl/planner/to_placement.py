@@ -9,7 +9,6 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-from streamrl.buffer.staleness_credits import bound_group_bytes
 from streamrl.config.role_counts import count_actors, count_ranks_per_replica
 from streamrl.config.run_config import RunConfig, find_conflict_at_any_size
 from streamrl.dataflow import (
@@ -165,13 +164,7 @@ def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens
         return replace(config, placement=replace(placement, address=RAY_AUTO_ADDRESS))
     components = [COMPONENT_PREFIX + reward.component_name for reward in config.rewards]
     components += [COST_PREFIX + cost.component_name for cost in config.costs]
-    group_bytes = bound_group_bytes(
-        [call.produces for call in config.dataflow.calls],
-        components,
-        rollouts=config.algorithm.group_size * config.environment.max_rollouts_per_episode,
-        tokens=longest_tokens,
-        turns=config.environment.max_turns,
-    )
+    group_bytes = config.bound_group_bytes(components, longest_tokens)
     step_bytes = config.pipeline.groups_per_step * group_bytes * config.queue.shards
     needed_mb = math.ceil(OBJECT_STORE_SLACK * step_bytes / config.queue.store_share / (1 << 20))
     return replace(

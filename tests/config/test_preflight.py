@@ -17,7 +17,6 @@ from streamrl.config.device_memory import estimate_role_memory, find_gpu_shortag
 from streamrl.config.preflight import (
     PROCESS_GIB,
     PreparedRun,
-    compute_max_group_bytes,
     compute_shard_bytes,
     list_placement_options,
     list_resource_demands,
@@ -68,7 +67,9 @@ def test_max_group_bytes_bounds_every_group(run: ToyRun):
         for columns in (rollouts_to_columns([rollout] * size), scores, reference)
     ]
     assert {call.stage for call in prepared.dataflow.calls} >= {"generate", "reward", "reference"}
-    assert sum(map(len, blobs)) <= compute_max_group_bytes(config, prepared)
+    assert sum(map(len, blobs)) <= config.bound_group_bytes(
+        prepared.component_columns, prepared.max_length
+    )
 
 
 def test_a_shard_may_use_its_share_of_the_smallest_object_store(run: ToyRun):
@@ -80,7 +81,9 @@ def test_a_shard_may_use_its_share_of_the_smallest_object_store(run: ToyRun):
 
 def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(run: ToyRun):
     config, prepared = run
-    needed = config.pipeline.groups_per_step * compute_max_group_bytes(config, prepared)
+    needed = config.pipeline.groups_per_step * config.bound_group_bytes(
+        prepared.component_columns, prepared.max_length
+    )
     compute_shard_bytes(config, prepared, node_stores=[4 * needed + 4])
     message = r"50% of an object store .* over 2 of queue.shards=2: .* at least"
     with pytest.raises(ConfigError, match=message):

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from streamrl.config.role_counts import count_actors
-from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
+from streamrl.config.run_config import RunConfig, dump_config, load_config
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import (
     Bounds,
@@ -99,7 +99,7 @@ def test_a_scalar_instead_of_a_list_suggests_the_list(
     with pytest.raises(ConfigError, match="must be a list, as in ") as caught:
         load_config(recipe, [override])
     (example,) = shlex.split(str(caught.value).partition(", as in ")[2])
-    config = config_to_dict(load_config(recipe, [example]))
+    config = asdict(load_config(recipe, [example]))
     (item,) = OmegaConf.select(OmegaConf.create(config), key)
     assert (item["kind"] if key == "rewards" else item) == entry
 
@@ -294,7 +294,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ),
         (
             "critic.shadow={world_size: 2, sequence_parallel: 3}",
-            "critic.shadow.sequence_parallel=3: times tensor_parallel=1 must divide world_size=2",
+            "critic.shadow.sequence_parallel=3: must divide world_size=2",
         ),
         (
             "critic.shadow={world_size: 2}",

@@ -22,7 +22,7 @@ from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.rank_calls import get_publish_timeout_s
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
 from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
-from streamrl.config.preflight import PreparedRun, compute_max_group_bytes
+from streamrl.config.preflight import PreparedRun
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CallKind
 from streamrl.engines.memory.worker_memory import WorkerMemory
@@ -385,7 +385,9 @@ class RunSession:
             call.stage: StageSchema(call.needs, call.produces)
             for call in self._prepared.dataflow.queue_calls
         }
-        group_bytes = compute_max_group_bytes(config, self._prepared)
+        group_bytes = config.bound_group_bytes(
+            self._prepared.component_columns, self._prepared.max_length
+        )
         capacity = ShardCapacity(config.capacity_groups, self._shard_bytes, group_bytes)
         session = uuid.uuid4().hex
         plans = {}

@@ -40,7 +40,7 @@ from streamrl.config.preflight import (
 from streamrl.config.resume_checks import check_resume, repartition_queue
 from streamrl.config.resume_overrides import describe_training
 from streamrl.config.role_counts import describe_shared_slots, with_placement_mode
-from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
+from streamrl.config.run_config import RunConfig, dump_config, load_config
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.files.atomic_write import NO_SPACE, wrap_os_errors, write_atomic
@@ -194,7 +194,7 @@ def train(
         exit_stack.callback(progress.describe, "stopping Ray")
         exit_stack.enter_context(progress.paused())
         sinks = make_sink_group(config.telemetry, _make_run_facts(config, resume))
-        sinks.start(config_to_dict(config))
+        sinks.start(asdict(config))
         summary = {"outcome": "failed"}
         exit_stack.enter_context(_close_sinks_at_exit(sinks, summary))
         session = RunSession(

@@ -3,12 +3,12 @@
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from streamrl.buffer.journal import Journal, JournalConfig, JournalRecord
 from streamrl.buffer.run_log import TrainedStep
-from streamrl.config.run_config import RunConfig, config_to_dict, dump_config, load_config
+from streamrl.config.run_config import RunConfig, dump_config, load_config
 from streamrl.dataflow import POLICY
 from streamrl.planner.problem.stage_timings import (
     GeneratorTiming,
@@ -106,7 +106,7 @@ def write_run(
     rows, trace = JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir, clock=lambda: now)
     sinks: list[MetricsSink] = [rows, trace]
     for sink in sinks:
-        sink.start(config_to_dict(config))
+        sink.start(asdict(config))
     machine: dict[str, str | int] = {
         "on_gpu": False,
         "nodes": 1,
