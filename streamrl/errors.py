@@ -3,6 +3,9 @@
 Each exception takes a single message, so that pickling between processes works.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def get_message(error: BaseException) -> str:
     """Return the message of an exception on one line, or its type without a message."""
@@ -33,6 +36,15 @@ class StreamError(Exception):
 
 class ConfigError(ValueError):
     """Unusable setting, file or data row; the message names rule, value and place in one line."""
+
+
+@contextmanager
+def extend_errors(before: str = "", after: str = "") -> Iterator[None]:
+    """Add the place of an error, or what to do, to the message of a ConfigError of the block."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{before}{error}{after}") from None
 
 
 class DeadlineError(StreamError):

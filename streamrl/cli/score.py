@@ -27,7 +27,7 @@ from streamrl.config.run_config import ConfigSections, load_sections
 from streamrl.data.config import DataFile
 from streamrl.data.indexed_table import open_table
 from streamrl.data.prompt_file import iterate_records, load_data_rows, make_prompt
-from streamrl.errors import ConfigError, RewardError
+from streamrl.errors import ConfigError, RewardError, extend_errors
 from streamrl.files.printable_text import format_quantity
 from streamrl.files.python_module import split_reference
 from streamrl.messages import Prompt, parse_uid
@@ -154,10 +154,8 @@ def read_completion_groups(file: DataFile, completions: str) -> list[CompletionG
     file: prompt file with the rows. completions: path of the JSONL completion file. Raises
     ConfigError, with file and line, for a malformed record or an index without a row.
     """
-    try:
+    with extend_errors("--completions "):
         records = list(_read_records(completions))
-    except ConfigError as error:
-        raise ConfigError(f"--completions {error}") from None
     wanted = {record.index for _, record in records}
     # Rewards read only the messages, so one dummy token will do.
     prompts = {

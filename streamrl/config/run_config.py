@@ -51,7 +51,7 @@ from streamrl.engines.trainer_config import (
     TrainerConfig,
 )
 from streamrl.environments.config import EnvironmentConfig
-from streamrl.errors import AlgorithmError, ConfigError, get_first_line
+from streamrl.errors import AlgorithmError, ConfigError, extend_errors, get_first_line
 from streamrl.files.bounded_read import read_small_yaml, wrap_file_errors
 from streamrl.files.hf_config import read_model_length, read_vocab_size
 from streamrl.files.typed_settings import (
@@ -724,11 +724,9 @@ def _make_critic_trainer(trainer: TrainerConfig, changes: Mapping[str, Any]) -> 
     """Return the settings of `trainer` with the changes of critic.trainer, checked."""
     section = CriticTrainerConfig.section
     raw = prepare_settings(dict(changes), CriticTrainerConfig, section)
-    try:
+    with extend_errors(after="; it inherits unset keys from trainer"):
         inherited = {**vars(trainer), **raw}
         merged = merge_settings(CriticTrainerConfig, inherited, location=f"{section}.")
-    except ConfigError as error:
-        raise ConfigError(f"{error}; it inherits unset keys from trainer") from None
     assert isinstance(merged, TrainerConfig)
     return merged
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, extend_errors
 from streamrl.files.typed_settings import suggest_nearest
 
 GIB = 1 << 30
@@ -156,10 +156,8 @@ class Cluster:
         Without NODES, N devices fill nodes of the device's usual size. Raise ConfigError for any
         other text.
         """
-        try:
+        with extend_errors(f"cluster {text}: "):
             return cls(tuple(_parse_group(group_text.strip()) for group_text in text.split(",")))
-        except ConfigError as error:
-            raise ConfigError(f"cluster {text}: {error}") from None
 
     @property
     def num_devices(self) -> int:

@@ -15,7 +15,7 @@ from streamrl.dataflow import (
     CallKind,
 )
 from streamrl.engines.models.model_shapes import ModelShape, add_adapter_params, load_model_shape
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, extend_errors
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.problem.problem import PlacementProblem, RunMemory, RunOptions
@@ -155,10 +155,8 @@ def _with_trained_adapters(config: RunConfig, role: str, shape: ModelShape) -> M
 
 
 def _load_model_shape(model: str, role: str) -> ModelShape:
-    try:
+    with extend_errors(after=f"; choose another with --model {role}=NAME"):
         return load_model_shape(model)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; choose another with --model {role}=NAME") from None
 
 
 def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
@@ -167,10 +165,8 @@ def measure_prompt_tokens(config: RunConfig) -> tuple[float, int]:
     Lengths in tokens, counted with the run's tokenizer and prompt limit. Raises ConfigError if the
     model or a file cannot be read.
     """
-    try:
+    with extend_errors(after="; give the prompt length with --prompt-tokens N"):
         opened, evaluation = open_prompt_files(config)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; give the prompt length with --prompt-tokens N") from None
     longest = max(
         opened.max_prompt_tokens,
         *(len(prompt.token_ids) for loaded in evaluation for prompt in loaded.prompts),

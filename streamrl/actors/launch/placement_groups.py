@@ -19,7 +19,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, extend_errors
 from streamrl.placement.pools import SlotMap
 from streamrl.placement.resource_demand import ResourceDemand
 
@@ -232,12 +232,10 @@ def reserve_rank_slots(
 def _reserve_ranks(
     demand: ResourceDemand, bundles: Sequence[Bundle], node: str, waiting: Callable[[str], None]
 ) -> PlacementGroup:
-    try:
+    with extend_errors(f"{demand.setting}={demand.count}: "):
         return reserve_bundles(
             bundles,
             node=node,
             timeout_s=CAPACITY_WAIT_S,
             waiting=lambda text: waiting(f"{demand.role}: {text}"),
         )
-    except ConfigError as error:
-        raise ConfigError(f"{demand.setting}={demand.count}: {error}") from None

@@ -14,7 +14,7 @@ from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path, parse_w
 from streamrl.cli.arguments.config_args import add_config_arguments
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import REWARD_ROLES
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, extend_errors
 from streamrl.files.bounded_read import MIB, parse_json, read_small_text, wrap_file_errors
 from streamrl.placement.clusters import Cluster
 from streamrl.planner.calibration.run_trace import load_run_trace
@@ -108,11 +108,8 @@ class PlannerInputs:
         """
         cluster = cluster or self.cluster
         problem = build_planner_problem(config, cluster, self.request)
-        try:
+        with extend_errors(after="; set their lengths with --prompt-tokens and --lengths"):
             problem.workload.check_micro_batch_tokens("pipeline.micro_batch_tokens")
-        except ConfigError as error:
-            hint = "set their lengths with --prompt-tokens and --lengths"
-            raise ConfigError(f"{error}; {hint}") from None
         return problem, build_run_constants(config, self.constants)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from streamrl.config.resume_overrides import check_overrides
 from streamrl.config.run_config import RunConfig, RunSettings, iter_path_sections, load_config
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, extend_errors
 from streamrl.run_dir.checkpoint import (
     ResumePoint,
     find_resume_point,
@@ -90,11 +90,8 @@ def _check_replaceable(config: RunConfig) -> None:
     run (model, data, code).
     """
     folder = config.run_dir
-    try:
+    with extend_errors("run.overwrite=true: ", "; delete it yourself or choose another run.name"):
         check_run_dir(folder)
-    except ConfigError as error:
-        hint = "delete it yourself or choose another run.name"
-        raise ConfigError(f"run.overwrite=true: {error}; {hint}") from None
     sections = dict(iter_path_sections(config))
     inputs = {f"{key}.path": settings.get("path", "") for key, settings in sections.items()}
     inputs["data.pretrain"] = config.data.pretrain

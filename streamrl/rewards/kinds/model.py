@@ -25,6 +25,7 @@ from streamrl.errors import (
     RewardError,
     RewardMemoryError,
     RewardTimeoutError,
+    extend_errors,
     get_first_line,
 )
 from streamrl.files.hf_config import (
@@ -183,10 +184,8 @@ def read_classifier(path: str, setting: str) -> tuple["PreTrainedTokenizerBase",
     directory holds a complete model with classification head and tokenizer. A language model is
     refused: transformers would initialize its head randomly.
     """
-    try:
+    with extend_errors(f"{setting}="):
         tokenizer, config = load_tokenizer(path), read_model_config(path)
-    except ConfigError as error:
-        raise ConfigError(f"{setting}={error}") from None
     _check_head(path, setting, config)
     if config.num_labels != 1:
         raise _make_config_error(
