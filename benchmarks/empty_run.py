@@ -374,7 +374,6 @@ def make_context(
     return ActorContext(
         config=config,
         dataflow=config.dataflow,
-        components=(),
         max_length=64,
         model_bytes=dict.fromkeys(config.dataflow.calls_by_role, 0),
         run_dir=run_dir,

@@ -16,7 +16,7 @@ from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply
 from streamrl.buffer import ExperienceQueue
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import COST_CALL, REWARD_CALL, CallKind, Dataflow, ModelCall
+from streamrl.dataflow import REWARD_ROLES, CallKind, Dataflow, ModelCall
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.rewards.registry import may_use_devices
 from streamrl.stream.device_lease import (
@@ -44,7 +44,6 @@ TRAINER_PHASE = "trainer"
 class ActorContext:
     """Arguments that every actor of a run receives at its start. Picklable.
 
-    components: columns of the single rewards and costs, from which score and cost are combined.
     max_length: maximum tokens of prompt and completion together.
     model_bytes: size of the weight files of each role's models.
     run_dir: run directory, absolute.
@@ -54,7 +53,6 @@ class ActorContext:
 
     config: RunConfig
     dataflow: Dataflow
-    components: tuple[str, ...]
     max_length: int
     model_bytes: Mapping[str, int]
     run_dir: Path
@@ -68,7 +66,7 @@ class ActorContext:
     def train_columns(self) -> tuple[str, ...]:
         """Queue columns that a trainer rank reads: the algorithm's and the reward components."""
         train = self.dataflow.select_calls(CallKind.TRAIN)[0]
-        return (*train.needs, *self.components)
+        return (*train.needs, *self.config.component_columns)
 
     def make_stages(
         self,
@@ -122,10 +120,9 @@ def map_phase_slots(config: RunConfig) -> dict[str, set[int]]:
     device, so their roles have no phase and never wait for a device lease.
     """
     trained = config.dataflow.trained_roles
-    judges = {REWARD_CALL.role: config.rewards, COST_CALL.role: config.costs}
     phase_slots: dict[str, set[int]] = {}
     for role, slots in assign_slots(config).slots.items():
-        if role not in judges or may_use_devices(judges[role]):
+        if role not in REWARD_ROLES or may_use_devices(config.get_rewards(role)):
             phase_slots.setdefault(TRAINER_PHASE if role in trained else role, set()).update(slots)
     return phase_slots
 

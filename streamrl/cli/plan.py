@@ -30,6 +30,7 @@ from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import format_yaml
 from streamrl.placement.clusters import GB, Cluster
 from streamrl.placement.placements import MAX_STALENESS
+from streamrl.planner.costs.constants import CostConstants
 from streamrl.planner.costs.cost_model import CostModel
 from streamrl.planner.plan_report import (
     PlanReport,
@@ -39,7 +40,6 @@ from streamrl.planner.plan_report import (
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.hybridflow import (
     ParallelismChoices,
-    SplitRules,
     can_fit,
 )
 from streamrl.planner.search.planner import (
@@ -83,22 +83,19 @@ SIMULATION_LIMIT_S = 3.3
 LORA_RANK = 16
 
 SettingValues = Mapping[str, Any]
-PlanningInputs = tuple[PlacementProblem, CostModel, SplitRules]
+ProblemBuilder = Callable[[RunConfig, Cluster], tuple[PlacementProblem, CostConstants]]
+"""Returns the planner problem of a config on a cluster, and the constants of its costs."""
 
 
-def suggest_fixes(
-    config: RunConfig, cluster: Cluster, make_inputs: Callable[[RunConfig, Cluster], PlanningInputs]
-) -> list[str]:
-    """Return command-line arguments, each of which alone lets some placement fit the memory.
-
-    make_inputs: returns the planner problem of a config on a cluster, its costs and its split
-    rules.
-    """
+def suggest_fixes(config: RunConfig, cluster: Cluster, build_problem: ProblemBuilder) -> list[str]:
+    """Return command-line arguments, each of which alone lets some placement fit the memory."""
 
     def fits(settings: SettingValues, on: Cluster = cluster) -> bool:
         try:
             changed = with_settings(config, settings)
-            problem, costs, rules = make_inputs(changed, on)
+            problem, constants = build_problem(changed, on)
+            costs = _make_costs(changed, problem, constants)
+            rules = make_split_rules(changed, problem)
         except ConfigError:
             return False
         return (changed != config or on is not cluster) and can_fit(
@@ -222,19 +219,11 @@ def _plan(
     )
     check_simulation_time(simulation_s, problem.workload, prefix="")
 
-    def make_costs(problem: PlacementProblem) -> CostModel:
-        return CostModel(problem, constants, explain_refusal=make_run_refusal(config, problem))
-
-    def make_inputs(config: RunConfig, cluster: Cluster) -> PlanningInputs:
-        problem, constants = inputs.build_problem(config, cluster)
-        costs = CostModel(problem, constants, explain_refusal=make_run_refusal(config, problem))
-        return problem, costs, make_split_rules(config, problem)
-
-    costs = make_costs(problem)
+    costs = _make_costs(config, problem, constants)
     progress.describe("searching", unit="placements")
     planned = plan_placement(
         problem,
-        lambda part: costs if part is problem else make_costs(part),
+        lambda part: costs if part is problem else _make_costs(config, part, constants),
         max_staleness=bounds,
         seed=arguments.seed,
         rules=make_split_rules(config, problem),
@@ -247,10 +236,17 @@ def _plan(
     simulated = _simulate_front(problem, front, costs, arguments.seed, own_bound, progress.advance)
     kept, lost = select_gaining_points(simulated, own_bound)
     progress.describe("comparing")
-    fixes = suggest_fixes(config, inputs.cluster, make_inputs) if not kept else []
+    fixes = suggest_fixes(config, inputs.cluster, inputs.build_problem) if not kept else []
     report = PlanReport(config, problem, planned, kept, [*refused, *lost], own_bound, fixes)
     settings = _write_files(arguments, report, costs) if report.best_row is not None else {}
     return report, settings
+
+
+def _make_costs(
+    config: RunConfig, problem: PlacementProblem, constants: CostConstants
+) -> CostModel:
+    """Return the costs of a problem's placements, of which it refuses what the run refuses."""
+    return CostModel(problem, constants, explain_refusal=make_run_refusal(config, problem))
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

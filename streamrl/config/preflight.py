@@ -78,16 +78,14 @@ PROCESS_GIB = 0.4
 class PreparedRun:
     """Loaded inputs of a run that passed all checks and may start.
 
-    eval_prompts: evaluation prompts by file name. component_columns: columns of the reward and cost
-    components. max_length: maximum tokens of prompt plus completion. model_bytes: size of the
-    weight files of each role's models; 0 for rewards and costs without a model. notes: messages to
-    log at the start.
+    eval_prompts: evaluation prompts by file name. max_length: maximum tokens of prompt plus
+    completion. model_bytes: size of the weight files of each role's models; 0 for rewards and costs
+    without a model. notes: messages to log at the start.
     """
 
     dataflow: Dataflow
     prompts: PromptStream
     eval_prompts: Mapping[str, Sequence[Prompt]]
-    component_columns: tuple[str, ...]
     max_length: int
     model_bytes: Mapping[str, int]
     notes: tuple[str, ...]
@@ -147,9 +145,6 @@ def prepare_run(
             shuffle=config.data.shuffle,
         ),
         eval_prompts=eval_prompts,
-        component_columns=tuple(
-            name for reward_set in (rewards, *costs) for name in reward_set.component_columns
-        ),
         max_length=max_length,
         model_bytes={
             **{call.role: _measure_model(config, call) for call in config.dataflow.calls},
@@ -426,7 +421,7 @@ def compute_shard_bytes(
     shard_bytes = int(config.queue.store_share * smallest / per_node)
     check_shard_bytes(
         shard_bytes,
-        group_bytes=config.bound_group_bytes(prepared.component_columns, prepared.max_length),
+        group_bytes=config.bound_group_bytes(prepared.max_length),
         groups_per_step=config.pipeline.groups_per_step,
         location=f"{config.queue.store_share:.0%} of an object store of"
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",

@@ -25,7 +25,7 @@ from streamrl.config.run_config import RunConfig
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import CallKind, Dataflow
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
-from streamrl.files.bounded_read import read_jsonl
+from streamrl.files.bounded_read import read_jsonl, wrap_file_errors
 from streamrl.run_dir.checkpoint import (
     RUN_LOG_FOLDER,
     Checkpoint,
@@ -132,7 +132,7 @@ def _check_queue(
         steps = run_log.steps_to_replay.values()
     elif state is not None:
         Ledger.from_state(state["ledger"])
-    schemas = _make_stage_schemas(config.dataflow)
+    schemas = make_stage_schemas(config.dataflow)
     shards = [_read_shard(resume, name, schemas) for name in layout.shard_names]
     trained = {
         column for call in config.dataflow.select_calls(CallKind.TRAIN) for column in call.needs
@@ -150,7 +150,7 @@ def _check_queue(
                 )
 
 
-def _make_stage_schemas(dataflow: Dataflow) -> dict[str, StageSchema]:
+def make_stage_schemas(dataflow: Dataflow) -> dict[str, StageSchema]:
     return {call.stage: StageSchema(call.needs, call.produces) for call in dataflow.queue_calls}
 
 
@@ -181,10 +181,8 @@ def _check_metric_rows(run_dir: Path) -> None:
             if not is_row or (key == "step" and not isinstance(line["step"], int)):
                 wanted = "integer step" if key == "step" else key
                 raise ConfigError(f"{place}: must be a JSON object with time and {wanted}")
-            try:
+            with wrap_file_errors(place):
                 parse_metrics_row(line if name == METRICS_FILE else {})
-            except ValueError as error:
-                raise ConfigError(f"{place}: {error}") from None
 
 
 def repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayout) -> None:
@@ -199,6 +197,6 @@ def repartition_queue(config: RunConfig, resume: ResumePoint, layout: QueueLayou
         return
     new = QueueLayout(config.queue.shards, find_next_generation(resume.run_dir))
     folders = [get_journal_dir(resume.run_dir, name) for name in new.shard_names]
-    schemas = _make_stage_schemas(config.dataflow)
+    schemas = make_stage_schemas(config.dataflow)
     repartition_shards([_read_shard(resume, name, schemas) for name in layout.shard_names], folders)
     new.write(resume.run_dir)

@@ -76,7 +76,7 @@ from streamrl.rewards.interface.reward import RewardContext, RewardSpec
 from streamrl.rewards.kinds.model import ModelOptions
 from streamrl.rewards.kinds.rules import ENVIRONMENT_KIND
 from streamrl.rewards.registry import find_split_model
-from streamrl.rewards.reward_set import COSTS, REWARDS
+from streamrl.rewards.reward_set import SCORE_SPECS
 from streamrl.run_dir.checkpoint import CheckpointConfig
 from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.stream.evaluation.config import MAX_SEED, EvaluationConfig
@@ -235,8 +235,8 @@ class RunConfig(ConfigSections):
             raise ConfigError("data.train: missing; it names a file of prompts")
         if not self.rewards:
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
-        find_split_model(self.rewards, REWARDS)
-        find_split_model(self.costs, COSTS)
+        for role, score_spec in SCORE_SPECS.items():
+            find_split_model(self.get_rewards(role), score_spec)
         check_conflicts(self, _iter_conflicts(self))
         if self.environment.is_enabled:
             self.data.check_shared_template()
@@ -340,15 +340,16 @@ class RunConfig(ConfigSections):
         """Return a role's reward or cost whose model several ranks hold; None if there is none."""
         if not self.list_model_rewards(role):
             return None  # without reading all options, for callers that ask often
-        entries, score_spec = (
-            (self.costs, COSTS) if role == COST_CALL.role else (self.rewards, REWARDS)
-        )
-        return find_split_model(entries, score_spec, RewardContext(self.scorer, self.sandbox))
+        score_spec, context = SCORE_SPECS[role], RewardContext(self.scorer, self.sandbox)
+        return find_split_model(self.get_rewards(role), score_spec, context)
 
     def list_model_rewards(self, role: str) -> list[RewardConfig]:
         """Return the entries of kind model among a role's rewards or costs."""
-        entries = {REWARD_CALL.role: self.rewards, COST_CALL.role: self.costs}.get(role, ())
-        return [entry for entry in entries if entry.kind == "model"]
+        return [entry for entry in self.get_rewards(role) if entry.kind == "model"]
+
+    def get_rewards(self, role: str) -> list[RewardConfig]:
+        """Return the rewards or costs by which a role scores; none for a role with a model."""
+        return {REWARD_CALL.role: self.rewards, COST_CALL.role: self.costs}.get(role, [])
 
     def get_model_path(self, role: str) -> str:
         """Return the model directory from which a trained role, policy or critic, starts."""
@@ -370,14 +371,23 @@ class RunConfig(ConfigSections):
         in_flight = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
         return math.ceil(in_flight * (self.filter.oversample_factor or MOST_OVERSAMPLED))
 
-    def bound_group_bytes(self, components: Sequence[str], tokens: int) -> int:
+    @property
+    def component_columns(self) -> tuple[str, ...]:
+        """Queue columns of the single rewards and costs, from which score and cost are combined."""
+        return tuple(
+            score_spec.column_prefix + entry.component_name
+            for role, score_spec in SCORE_SPECS.items()
+            for entry in self.get_rewards(role)
+        )
+
+    def bound_group_bytes(self, tokens: int) -> int:
         """Return the bytes of the largest group that the run can store in the queue.
 
-        components: columns of the reward and cost components. tokens: those of the longest rollout.
+        tokens: those of the longest rollout.
         """
         return bound_group_bytes(
             [call.produces for call in self.dataflow.calls],
-            components,
+            self.component_columns,
             rollouts=self.algorithm.group_size * self.environment.max_rollouts_per_episode,
             tokens=tokens,
             turns=self.environment.max_turns,

@@ -228,14 +228,11 @@ class TemplateEncoder:
     def is_plain(self, text: str, token_ids: Sequence[int] | Array) -> bool:
         """Return whether the tokenizer has encoded a rendering with its control tokens alone.
 
-        A normalizer may make a control token of other characters.
+        A normalizer may make a control token of other characters. <unk> for characters that it
+        stands for does not count.
         """
-        is_same = self.count_markers(token_ids) == len(self.find_markers(text))
-        return CODE not in text and is_same
-
-    def count_markers(self, token_ids: Sequence[int] | Array) -> int:
-        """Return the number of control tokens, without <unk> for characters that it stands for."""
-        return int(np.isin(token_ids, self._control_ids).sum())
+        num_control = int(np.isin(token_ids, self._control_ids).sum())
+        return CODE not in text and num_control == len(self.find_markers(text))
 
     @staticmethod
     def _make_encoded(

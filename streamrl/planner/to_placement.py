@@ -12,7 +12,6 @@ from typing import Any
 from streamrl.config.role_counts import count_actors, count_ranks_per_replica
 from streamrl.config.run_config import RunConfig, find_conflict_at_any_size
 from streamrl.dataflow import (
-    COST_CALL,
     COST_VALUE_CALL,
     CRITIC_ROLES,
     GENERATE_CALL,
@@ -39,7 +38,6 @@ from streamrl.engines.trainer_config import (
 )
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
 from streamrl.errors import ConfigError
-from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.config import MIN_POOL_FRACTION, MIXED, PlacementConfig
 from streamrl.placement.meshes import Mesh
@@ -50,6 +48,7 @@ from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.hybridflow import SplitRules
 from streamrl.resharding.grids import RankGrid
 from streamrl.rewards.interface.config import RewardConfig
+from streamrl.rewards.reward_set import SCORE_SPECS
 from streamrl.weights.config import SHARED_MEMORY
 
 RAY_AUTO_ADDRESS = "auto"
@@ -162,9 +161,7 @@ def configure_for_cluster(config: RunConfig, cluster: Cluster, *, longest_tokens
         return config
     if cluster.num_nodes > 1:
         return replace(config, placement=replace(placement, address=RAY_AUTO_ADDRESS))
-    components = [COMPONENT_PREFIX + reward.component_name for reward in config.rewards]
-    components += [COST_PREFIX + cost.component_name for cost in config.costs]
-    group_bytes = config.bound_group_bytes(components, longest_tokens)
+    group_bytes = config.bound_group_bytes(longest_tokens)
     step_bytes = config.pipeline.groups_per_step * group_bytes * config.queue.shards
     needed_mb = math.ceil(OBJECT_STORE_SLACK * step_bytes / config.queue.store_share / (1 << 20))
     return replace(
@@ -455,7 +452,7 @@ def _apply_sizes(
         changes: dict[str, Any] = {key: replicas}
         sizes = vars(RankLayout(placed.mesh.size // replicas, placed.grid.tp_size))
         if role in REWARD_ROLES:
-            entries = "costs" if role == COST_CALL.role else "rewards"
+            entries = SCORE_SPECS[role].section
             sections[entries] = _split_models(vars(config)[entries], sizes)
         elif layout:
             nested = layout.removeprefix(f"{name}.").rpartition(".")[0]

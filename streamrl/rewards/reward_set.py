@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from streamrl.dataflow import COST_CALL, REWARD_CALL
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
@@ -82,6 +83,8 @@ class ScoreSpec:
 
 REWARDS = ScoreSpec("rewards", "reward", COMPONENT_PREFIX, "scores")
 COSTS = ScoreSpec("costs", "cost", COST_PREFIX, "costs")
+SCORE_SPECS = {REWARD_CALL.role: REWARDS, COST_CALL.role: COSTS}
+"""Words by the role that scores."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,6 @@ class RewardSet:
     @property
     def component_names(self) -> tuple[str, ...]:
         return tuple(component.name for component in self._components)
-
-    @property
-    def component_columns(self) -> tuple[str, ...]:
-        return tuple(self._score_spec.column_prefix + name for name in self.component_names)
 
     @property
     def model_bytes(self) -> int:

@@ -44,7 +44,7 @@ def make_prepared(config: RunConfig) -> PreparedRun:
     """Return the prepared run of a config, without prompts."""
     nothing: Any = None
     return PreparedRun(
-        config.dataflow, nothing, {}, (), 8, dict.fromkeys(config.dataflow.calls_by_role, 0), ()
+        config.dataflow, nothing, {}, 8, dict.fromkeys(config.dataflow.calls_by_role, 0), ()
     )
 
 

@@ -59,7 +59,7 @@ def test_max_group_bytes_bounds_every_group(run: ToyRun):
     config, prepared = run
     new, size = config.generator.max_new_tokens, config.algorithm.group_size
     rollout = make_rollout([1] * (prepared.max_length - new), [1] * new, version=10**6)
-    names = ["scores", *(f"reward/{name}" for name in prepared.component_columns)]
+    names = ["scores", *(f"reward/{name}" for name in config.component_columns)]
     scores = {name: np.ones(size, np.float32) for name in names}
     reference = {"ref_logprobs": np.zeros(size * prepared.max_length, np.float32)}
     blobs = [
@@ -67,9 +67,7 @@ def test_max_group_bytes_bounds_every_group(run: ToyRun):
         for columns in (rollouts_to_columns([rollout] * size), scores, reference)
     ]
     assert {call.stage for call in prepared.dataflow.calls} >= {"generate", "reward", "reference"}
-    assert sum(map(len, blobs)) <= config.bound_group_bytes(
-        prepared.component_columns, prepared.max_length
-    )
+    assert sum(map(len, blobs)) <= config.bound_group_bytes(prepared.max_length)
 
 
 def test_a_shard_may_use_its_share_of_the_smallest_object_store(run: ToyRun):
@@ -81,9 +79,7 @@ def test_a_shard_may_use_its_share_of_the_smallest_object_store(run: ToyRun):
 
 def test_an_object_store_too_small_for_a_step_is_refused_with_the_arithmetic(run: ToyRun):
     config, prepared = run
-    needed = config.pipeline.groups_per_step * config.bound_group_bytes(
-        prepared.component_columns, prepared.max_length
-    )
+    needed = config.pipeline.groups_per_step * config.bound_group_bytes(prepared.max_length)
     compute_shard_bytes(config, prepared, node_stores=[4 * needed + 4])
     message = r"50% of an object store .* over 2 of queue.shards=2: .* at least"
     with pytest.raises(ConfigError, match=message):

@@ -21,8 +21,9 @@ from streamrl.actors.liveness import LivenessMonitor, name_unresponsive
 from streamrl.actors.queue_shard import create_shards
 from streamrl.actors.rank_calls import get_publish_timeout_s
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, fetch_reply, has_died
-from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan, StageSchema
+from streamrl.buffer import ShardCapacity, ShardFiles, ShardPlan
 from streamrl.config.preflight import PreparedRun
+from streamrl.config.resume_checks import make_stage_schemas
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import CallKind
 from streamrl.engines.memory.worker_memory import WorkerMemory
@@ -367,7 +368,6 @@ class RunSession:
         return ActorContext(
             config=self._config,
             dataflow=self._prepared.dataflow,
-            components=self._prepared.component_columns,
             max_length=self._prepared.max_length,
             model_bytes=self._prepared.model_bytes,
             run_dir=run_dir,
@@ -381,13 +381,8 @@ class RunSession:
     def _make_shard_plans(self) -> dict[str, ShardPlan]:
         """Return for each shard of the queue its stages, capacity and files, by shard name."""
         config, run_dir = self._config, self._config.run_dir.absolute()
-        schemas = {
-            call.stage: StageSchema(call.needs, call.produces)
-            for call in self._prepared.dataflow.queue_calls
-        }
-        group_bytes = config.bound_group_bytes(
-            self._prepared.component_columns, self._prepared.max_length
-        )
+        schemas = make_stage_schemas(self._prepared.dataflow)
+        group_bytes = config.bound_group_bytes(self._prepared.max_length)
         capacity = ShardCapacity(config.capacity_groups, self._shard_bytes, group_bytes)
         session = uuid.uuid4().hex
         plans = {}

@@ -21,6 +21,7 @@ from streamrl.actors.launch.local_ray import defer_signals, start_local_ray
 from streamrl.distributed.devices import check_device, count_local_gpus, use_device
 from streamrl.engines.vllm.environment import MODEL_RUNNERS
 from streamrl.errors import ConfigError, get_message
+from streamrl.files.typed_settings import describe_read_error
 from streamrl.placement.config import PlacementConfig
 from streamrl.placement.resource_demand import (
     ClusterCapacity,
@@ -158,7 +159,7 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        reason = describe_read_error(error)
         raise ConfigError(f"placement.address={address}: {reason}") from None
     try:
         GcsClient(address=f"{host}:{port}")

@@ -259,10 +259,6 @@ def add_request(engine: VllmEngine, request: SamplingRequest, stops: StopConditi
     return None
 
 
-def step_engine(engine: VllmEngine) -> list[SampledSequence]:
-    return [_to_sampled_sequence(output) for output in engine.step() if output.finished]
-
-
 @contextmanager
 def translate_lost_rank_errors(engine: VllmEngine) -> Iterator[None]:
     """Raise GenerationError in place of a RuntimeError caused by a dead tensor-parallel process."""
@@ -636,7 +632,7 @@ class EngineThread:
                 del command  # which may keep loaded weights alive
             if self._can_step(engine):
                 self._kv_memory.wake_up()
-                batch = step_engine(engine)
+                batch = [_to_sampled_sequence(o) for o in engine.step() if o.finished]
                 if batch:
                     self._call_loop(self._on_sampled, batch)
 

@@ -211,7 +211,7 @@ async def test_a_group_function_must_return_a_number_per_completion(reward_from,
         ("return 1 / 0", "ZeroDivisionError: division by zero"),
         ("raise ValueError('two\\nlines')", "ValueError: two lines"),
         ("raise GeneratorExit", "GeneratorExit$"),
-        ("raise ValueError('x' * 10**6)", "ValueError: x{500}[.]{3}$"),
+        ("raise ValueError('x' * 10**6)", "ValueError: x{236}[.]{3}x{248}$"),
         (
             "raise type('Mute', (Exception,), {'__str__': lambda e: 1 / 0})",
             r"Mute: \(its message cannot be formatted\)",
