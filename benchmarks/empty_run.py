@@ -373,7 +373,6 @@ def make_context(
     """Make the context of a run whose actors load no engine."""
     return ActorContext(
         config=config,
-        dataflow=config.dataflow,
         max_length=64,
         model_bytes=dict.fromkeys(config.dataflow.calls_by_role, 0),
         run_dir=run_dir,

@@ -16,7 +16,7 @@ from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, await_reply
 from streamrl.buffer import ExperienceQueue
 from streamrl.config.role_counts import assign_slots
 from streamrl.config.run_config import RunConfig
-from streamrl.dataflow import REWARD_ROLES, CallKind, Dataflow, ModelCall
+from streamrl.dataflow import REWARD_ROLES, CallKind, ModelCall
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.rewards.registry import may_use_devices
 from streamrl.stream.device_lease import (
@@ -52,7 +52,6 @@ class ActorContext:
     """
 
     config: RunConfig
-    dataflow: Dataflow
     max_length: int
     model_bytes: Mapping[str, int]
     run_dir: Path
@@ -65,7 +64,7 @@ class ActorContext:
     @property
     def train_columns(self) -> tuple[str, ...]:
         """Queue columns that a trainer rank reads: the algorithm's and the reward components."""
-        train = self.dataflow.select_calls(CallKind.TRAIN)[0]
+        train = self.config.dataflow.select_calls(CallKind.TRAIN)[0]
         return (*train.needs, *self.config.component_columns)
 
     def make_stages(

@@ -141,7 +141,8 @@ class TrainerActor(RankActor):
         self._ema_reference = EmaReference(self._config.reference.decay)
         self._reference_version = -1
         # Only rank 0 publishes: its model, unless shared in place, and the EMA reference.
-        publishes = self._shared_weights is None and self._role in context.dataflow.followed_roles
+        is_followed = self._role in context.config.dataflow.followed_roles
+        publishes = self._shared_weights is None and is_followed
         roles = [self._role] if rank == 0 and publishes else []
         roles += [EMA_REFERENCE] if self._has_reference else []
         self._writers = {role: context.transport.make_writer(role) for role in roles}

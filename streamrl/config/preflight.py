@@ -1,6 +1,6 @@
 """Preflight: every check of a run that starts no process and writes no file.
 
-`prepare_run` returns the loaded prompts and the dataflow, with which the run then starts.
+`prepare_run` returns the loaded prompts, with which the run then starts.
 """
 
 import asyncio
@@ -37,7 +37,6 @@ from streamrl.dataflow import (
     REWARD_CALL,
     REWARD_ROLES,
     CallKind,
-    Dataflow,
     ModelCall,
 )
 from streamrl.distributed.devices import find_smallest_gpu_bytes, has_local_gpu
@@ -83,7 +82,6 @@ class PreparedRun:
     without a model. notes: messages to log at the start.
     """
 
-    dataflow: Dataflow
     prompts: PromptStream
     eval_prompts: Mapping[str, Sequence[Prompt]]
     max_length: int
@@ -138,7 +136,6 @@ def prepare_run(
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
         check_worker_memory(config, on_gpu=has_local_gpu())
     return PreparedRun(
-        dataflow=config.dataflow,
         prompts=PromptStream(
             train,
             seed=config.run.seed,
@@ -321,7 +318,7 @@ def list_resource_demands(
         devices = config.generator.tensor_parallel if is_split else 1
         weights = prepared.model_bytes[role]
         is_scorer = role not in (*config.dataflow.trained_roles, GENERATE_CALL.role)
-        calls = prepared.dataflow.calls_by_role[role]
+        calls = config.dataflow.calls_by_role[role]
         # Actors share the copy of a model that rests in host memory.
         rests = config.scorer.offload and is_scorer and on_gpu
         copies = 1 / count if rests else (not on_gpu) / _count_shards(config, calls[0])

@@ -43,9 +43,8 @@ def make_config(model_path: str = "model", **settings: Any) -> RunConfig:
 def make_prepared(config: RunConfig) -> PreparedRun:
     """Return the prepared run of a config, without prompts."""
     nothing: Any = None
-    return PreparedRun(
-        config.dataflow, nothing, {}, 8, dict.fromkeys(config.dataflow.calls_by_role, 0), ()
-    )
+    model_bytes = dict.fromkeys(config.dataflow.calls_by_role, 0)
+    return PreparedRun(nothing, {}, 8, model_bytes, ())
 
 
 class FakeGenerator:

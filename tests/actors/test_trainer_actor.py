@@ -47,7 +47,6 @@ def make_context(rank: Any, memory: WorkerMemory | None, **settings: Any) -> Any
     stage = SimpleNamespace(spans=SpanRecorder("trainer-0"))
     return SimpleNamespace(
         config=make_config(**settings),
-        dataflow=SimpleNamespace(followed_roles={POLICY}),
         make_stages=lambda calls, name: (stage,),
         train_columns=(),
         memory=memory,

@@ -66,7 +66,7 @@ def test_max_group_bytes_bounds_every_group(run: ToyRun):
         encode_columns(columns)
         for columns in (rollouts_to_columns([rollout] * size), scores, reference)
     ]
-    assert {call.stage for call in prepared.dataflow.calls} >= {"generate", "reward", "reference"}
+    assert {call.stage for call in config.dataflow.calls} >= {"generate", "reward", "reference"}
     assert sum(map(len, blobs)) <= config.bound_group_bytes(prepared.max_length)
 
 
@@ -111,7 +111,7 @@ def test_demanded_memory_includes_models_that_an_actor_keeps_on_the_host(
 ):
     config = load_config(write_toy(tmp_path) / "recipe.yaml", ["algorithm.kl_coef=0.1", *settings])
     model_bytes = dict.fromkeys(config.dataflow.calls_by_role, 3 << 30) | {"reward": 0}
-    prepared = replace(run[1], dataflow=config.dataflow, model_bytes=model_bytes)
+    prepared = replace(run[1], model_bytes=model_bytes)
     demands = list_resource_demands(config, prepared, on_gpu)
     memory_gib = {d.role: d.memory_gib for d in demands if d.role in copies}
     # On a CPU a trainer also has the state of its optimizer, here a few MB.

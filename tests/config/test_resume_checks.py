@@ -77,7 +77,7 @@ class StoppedRun:
         resume = self.check()
         assert resume.checkpoint is not None
         log = load_run_log(self.path, resume.checkpoint.state)
-        calls = self.prepared.dataflow.queue_calls
+        calls = self.config.dataflow.queue_calls
         schemas = {call.stage: StageSchema(call.needs, call.produces) for call in calls}
         groups: dict[str, str] = {}
         damage: list[CorruptRecord] = []

@@ -367,7 +367,6 @@ class RunSession:
         )
         return ActorContext(
             config=self._config,
-            dataflow=self._prepared.dataflow,
             max_length=self._prepared.max_length,
             model_bytes=self._prepared.model_bytes,
             run_dir=run_dir,
@@ -381,7 +380,7 @@ class RunSession:
     def _make_shard_plans(self) -> dict[str, ShardPlan]:
         """Return for each shard of the queue its stages, capacity and files, by shard name."""
         config, run_dir = self._config, self._config.run_dir.absolute()
-        schemas = make_stage_schemas(self._prepared.dataflow)
+        schemas = make_stage_schemas(config.dataflow)
         group_bytes = config.bound_group_bytes(self._prepared.max_length)
         capacity = ShardCapacity(config.capacity_groups, self._shard_bytes, group_bytes)
         session = uuid.uuid4().hex
