@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Protocol
 
 from streamrl.errors import DeadlineError
@@ -110,6 +111,7 @@ class DeviceArbiter:
         self._slots = {phase: frozenset(devices) for phase, devices in (slots or {}).items()}
         self._grants: dict[str, PhaseGrant] = {}
         self._requests: dict[PhaseRequest, None] = {}
+        self._has_conflict = cache(self._share_devices)
         self._preemption_events: dict[str, asyncio.Event] = {}
         """Event that makes a holder's `wait_for_preemption` check again, by holder."""
         self._progress_clock = progress_clock or ProgressClock()
@@ -124,7 +126,8 @@ class DeviceArbiter:
         self._requests[request] = None
         self._grant_and_notify()
         try:
-            await self._wait_for_grant(request)
+            if not request.grant_future.done():
+                await self._wait_for_grant(request)
         finally:
             if request in self._requests:
                 del self._requests[request]
@@ -194,7 +197,8 @@ class DeviceArbiter:
     def _find_phase(self, holder: str) -> str | None:
         return next((p for p, grant in self._grants.items() if holder in grant.holders), None)
 
-    def _has_conflict(self, phase: str, other: str) -> bool:
+    def _share_devices(self, phase: str, other: str) -> bool:
+        """Return whether two phases exclude each other."""
         devices, other_devices = self._slots.get(phase), self._slots.get(other)
         shares = devices is None or other_devices is None or bool(devices & other_devices)
         return phase != other and shares

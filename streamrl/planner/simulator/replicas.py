@@ -65,7 +65,7 @@ class ProcessRecorder:
         """
         now, self._paused_names = self._clock.time(), names
         self.closed_spans += [
-            (name, lane, since, now, {k: "" if k == LAST_FACT else v for k, v in args.items()})
+            (name, lane, since, now, {**args, LAST_FACT: ""})
             for lane, (name, since, args) in self._open_spans.items()
             if name in names
         ]
