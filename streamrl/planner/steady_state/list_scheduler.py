@@ -51,12 +51,14 @@ class CompletionEvent(NamedTuple):
 class _StepProgress:
     """Position of a training step's rollouts in their profile.
 
-    decode_steps: decode steps of the profile that are done.
+    goal: decode steps of the profile after which the segment or the next cut ends.
+    decode_steps: decode steps that are done.
     segment, num_results: current segment, and number of completed cuts.
     speed: progress in the profile per real decode step, at most 1.
     """
 
     step: int
+    goal: float
     decode_steps: float = 0.0
     segment: int = 0
     num_results: int = 0
@@ -74,9 +76,13 @@ class OverlappedGeneration:
         self._now = 0.0
         self._steps: list[_StepProgress] = []
         self._blocked_spans: list[tuple[float, float]] = []
+        self._decode_step_s: float | None = None
+        """Seconds of a decode step; None if other rollouts run than when it was computed."""
+        self._reached_goal = False
 
     def admit_step(self, step: int) -> None:
-        self._steps.append(_StepProgress(step))
+        self._steps.append(_StepProgress(step, self._find_goal(0, 0)))
+        self._decode_step_s, self._reached_goal = None, True
 
     def block_devices(self, start_s: float, end_s: float) -> None:
         """Record that other jobs have the devices from `start_s` to `end_s`; generation stops."""
@@ -88,8 +94,7 @@ class OverlappedGeneration:
         Return None if time reaches `limit_s` before.
         """
         while True:
-            result = self._pop_result()
-            if result is not None:
+            if self._reached_goal and (result := self._pop_result()) is not None:
                 return result
             until = self._skip_blocked_spans(limit_s)
             if self._now >= limit_s or (not self._steps and until == math.inf):
@@ -121,20 +126,26 @@ class OverlappedGeneration:
                 is_last = progress.num_results == len(results)
                 if is_last:
                     del self._steps[i]
+                    self._decode_step_s = None
+                else:
+                    progress.goal = self._find_goal(progress.segment, progress.num_results)
                 at_s = self._now + self._profile.timing.begin_s
                 return CompletionEvent(at_s, progress.step, progress.num_results - 1, is_last)
+        self._reached_goal = False
         return None
+
+    def _find_goal(self, segment: int, num_results: int) -> float:
+        profile = self._profile
+        return min(profile.bounds[segment + 1], profile.result_steps[num_results])
 
     def _advance_until(self, until_s: float) -> None:
         profile = self._profile
-        step_s = self._decode_step_s()
+        step_s = self._decode_step_s = self._decode_step_s or self._compute_decode_step_s()
         steps = (until_s - self._now) / step_s
         for progress in self._steps:
             if progress.speed:
-                goal = min(
-                    profile.bounds[progress.segment + 1], profile.result_steps[progress.num_results]
-                )
-                steps = min(steps, max(0.0, goal - progress.decode_steps) / progress.speed)
+                left = max(0.0, progress.goal - progress.decode_steps)
+                steps = min(steps, left / progress.speed)
         if math.isfinite(until_s) and steps * step_s >= (until_s - self._now) * (
             1 - ROUNDING_TOLERANCE
         ):
@@ -144,11 +155,16 @@ class OverlappedGeneration:
         last = len(profile.running_rollouts) - 1
         for progress in self._steps:
             progress.decode_steps += steps * progress.speed
+            if progress.decode_steps < progress.goal * (1 - ROUNDING_TOLERANCE):
+                continue
+            self._reached_goal = True
             segment_end = profile.bounds[progress.segment + 1] * (1 - ROUNDING_TOLERANCE)
             if progress.decode_steps >= segment_end and progress.segment < last:
                 progress.segment += 1
+                progress.goal = self._find_goal(progress.segment, progress.num_results)
+                self._decode_step_s = None
 
-    def _decode_step_s(self) -> float:
+    def _compute_decode_step_s(self) -> float:
         profile, free = self._profile, self._profile.slots
         running = resident = overhead_s = 0.0
         for progress in self._steps:
@@ -220,8 +236,9 @@ class StepJob:
         return not (step - self.first_step) % self.step_interval
 
 
-_Dependents = list[tuple[int, int, float]]
-"""Parts that wait for a result, as (part number, steps later, delay in s)."""
+_Dependents = list[tuple[int, int, float, bool]]
+"""Parts that wait for a result, as (part number, steps later, delay in s, whether the part's
+priority stays as it is)."""
 
 
 class _PartGraph:
@@ -267,7 +284,8 @@ class _PartGraph:
             for dependency in job.dependencies:
                 self._link_dependency(j, dependency, step)
             for part in range(self.first_part[j] + 1, self.first_part[j + 1]):
-                self._add_dependent(self.after_part[step][part - 1], part, step, 0, 0.0)
+                self.after_part[step][part - 1].append((part, 0, 0.0, job.is_queued))
+                self.lags[step][part].append(0)
 
     def _link_dependency(self, j: int, dependency: JobDependency, step: int) -> None:
         source, lag = self.jobs[dependency.job], dependency.find_lag(step)
@@ -291,18 +309,12 @@ class _PartGraph:
             output = (
                 len(results) if dependency.is_whole else -(-(part + 1) * len(results) // streamed)
             )
-            self._add_dependent(
-                results[output - 1], self.first_part[j] + part, step, lag, dependency.delay_s
-            )
+            number = self.first_part[j] + part
+            results[output - 1].append((number, lag, dependency.delay_s, False))
+            self.lags[step][number].append(lag)
             # Parts run in order, so a whole dependency only needs to delay the first.
             if dependency.is_whole:
                 break
-
-    def _add_dependent(
-        self, followers: _Dependents, part: int, step: int, lag: int, delay_s: float
-    ) -> None:
-        followers.append((part, lag, delay_s))
-        self.lags[step][part].append(lag)
 
 
 class ListScheduler:
@@ -374,12 +386,8 @@ class ListScheduler:
     def _finish_result(self, result: CompletionEvent) -> None:
         at, step = result.at_s, result.step
         part_graph, j = self._part_graph, self._generation_job
-        self._release_dependents(
-            part_graph.after_result[step % part_graph.cycle_steps][j][result.result_index],
-            step,
-            at,
-            j,
-        )
+        dependents = part_graph.after_result[step % part_graph.cycle_steps][j]
+        self._release_dependents(dependents[result.result_index], step, at)
         if result.is_last:
             self._finish_part(step, at)
 
@@ -456,36 +464,27 @@ class ListScheduler:
             if self._generation is not None and job.mesh in self._blocking_meshes:
                 # Generation yields to a waiting job even while that job waits for other devices.
                 self._generation.block_devices(ready, end)
-        if part_graph.after_part[cycle_step][part]:
-            self._release_dependents(part_graph.after_part[cycle_step][part], step, end, j)
+        self._release_dependents(part_graph.after_part[cycle_step][part], step, end)
         if job.result_times_s:
-            for output, offset in enumerate(job.result_times_s):
-                self._release_dependents(
-                    part_graph.after_result[cycle_step][j][output], step, start + offset, j
-                )
+            results = part_graph.after_result[cycle_step][j]
+            for offset, dependents in zip(job.result_times_s, results, strict=True):
+                self._release_dependents(dependents, step, start + offset)
             end = start + job.result_times_s[-1]
         return end
 
-    def _release_dependents(
-        self, dependents: _Dependents, step: int, at: float, source_job: int
-    ) -> None:
+    def _release_dependents(self, dependents: _Dependents, step: int, at: float) -> None:
         """Mark a result as available at time `at` for the waiting parts; queue ready ones."""
-        part_graph, jobs = self._part_graph, self._jobs
-        for part, lag, delay_s in dependents:
-            dependent_step = step + lag
-            if dependent_step >= len(self._wait_counts):
-                self._open_steps(dependent_step)
-            ready, waits = self._ready_at_s[dependent_step], self._wait_counts[dependent_step]
-            ready[part] = max(ready[part], at + delay_s)
-            job = part_graph.job_by_part[part]
-            if job != source_job or not jobs[job].is_queued:
-                priorities = self._priorities[dependent_step]
-                priorities[part] = max(priorities[part], at + delay_s)
+        for part, lag, delay_s, keeps_priority in dependents:
+            number, arrival_s = step + lag, at + delay_s
+            if number >= len(self._wait_counts):
+                self._open_steps(number)
+            ready, waits = self._ready_at_s[number], self._wait_counts[number]
+            priorities = self._priorities[number]
+            ready[part] = max(ready[part], arrival_s)
+            if arrival_s > priorities[part] and not keeps_priority:
+                priorities[part] = arrival_s
             waits[part] -= 1
             if not waits[part]:
-                priority = (
-                    RUN_NEXT
-                    if part in part_graph.glued_parts
-                    else self._priorities[dependent_step][part]
-                )
-                heapq.heappush(self._ready_heap, (priority, dependent_step, part))
+                is_glued = part in self._part_graph.glued_parts
+                priority = RUN_NEXT if is_glued else priorities[part]
+                heapq.heappush(self._ready_heap, (priority, number, part))
