@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import groupby
 
 from streamrl.dataflow import GENERATE_CALL, POLICY, REWARD_CALL, SERVING_ROLES, SOURCE_CALLS
@@ -135,6 +136,7 @@ def _place_in_pool(pool: RolePool, counts: Mapping[str, int]) -> dict[str, range
     return ranges
 
 
+@cache
 def _to_fraction(ratio: float) -> Fraction:
     """Convert a ratio to the nearest simple fraction, so that three thirds add up to 1."""
     return Fraction(ratio).limit_denominator(1024)

@@ -289,11 +289,11 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
     def refuse(placement: Placement) -> str:
         if not {GENERATE_CALL.stage, "train"} <= placement.assignments.keys():
             return ""
+        if why := find_size_mismatch(find_dataflow(placement), placement):
+            return f"streamrl cannot run it: {why}"
         pools = find_cached_pools(placement)
         if pools is None:
             return f"streamrl cannot run it: {NO_MATCHING_POOLS}"
-        if why := find_size_mismatch(find_dataflow(placement), placement):
-            return f"streamrl cannot run it: {why}"
         return _explain_refused_mode(config, problem, pools)
 
     return refuse
@@ -328,7 +328,7 @@ def find_size_mismatch(dataflow: Dataflow, placement: Placement) -> str:
         roles = (role for role in sized if sized[role] == setting)
         present = [(role, call) for role in roles if (call := calls.get(role)) is not None]
         for (first, a), (second, b) in pairwise(present):
-            is_equal = replace(a, mesh=b.mesh) == b and a.mesh.size == b.mesh.size
+            is_equal = a.mesh.size == b.mesh.size and replace(a, mesh=b.mesh) == b
             if first in REWARD_ROLES:
                 is_equal = count_copies(a) == count_copies(b)
             if not is_equal:
@@ -382,10 +382,12 @@ def _pools_cover_overlaps(pools: Sequence[RolePool], overlaps: Iterable[tuple[st
     )
 
 
+NAMED_MODES = [PlacementConfig(mode=mode) for mode in ("disaggregated", *POOL_STRATEGIES)]
+
+
 def _iter_pool_options(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
     """Yield placement configs to try: the named modes, then mixed pools of overlapping roles."""
-    for mode in ("disaggregated", *POOL_STRATEGIES):
-        yield PlacementConfig(mode=mode)
+    yield from NAMED_MODES
     spans: list[tuple[Mesh, list[str]]] = []
     for role in sorted(meshes, key=lambda role: (meshes[role].first, -meshes[role].size, role)):
         mesh = meshes[role]

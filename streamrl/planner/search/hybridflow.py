@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TypeVar
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, Dataflow, ModelCall
@@ -52,20 +52,24 @@ def _find_leader(dataflow: Dataflow, role: str) -> str:
     return min(follows, default=role)
 
 
-def iter_set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
+def iter_set_partitions(
+    items: Sequence[T], accepts: Callable[[list[list[T]]], bool] = lambda _subsets: True
+) -> Iterator[list[list[T]]]:
     """Yield every way to split items into nonempty sets; sets are ordered by their first item.
 
     Example: [1, 2, 3] gives 5 partitions, from [[1, 2, 3]] to [[1], [2], [3]] (Bell numbers).
+
+    accepts: whether to yield a partition; one of the first items that is not accepted is not
+      extended by the next ones either.
     """
     if not items:
         yield []
         return
     *before, last = items
     # The last item joins any set of a partition of the other items, or forms its own set.
-    for subsets in iter_set_partitions(before):
-        for i in range(len(subsets)):
-            yield [[*subset, last] if i == j else subset for j, subset in enumerate(subsets)]
-        yield [*subsets, [last]]
+    for subsets in iter_set_partitions(before, accepts):
+        joined = [[[*s, last] if s is subset else s for s in subsets] for subset in subsets]
+        yield from filter(accepts, [*joined, [*subsets, [last]]])
 
 
 def iter_allocations(
@@ -165,7 +169,8 @@ class ParallelismChoices:
         self.compute_alone_duration_s = cache(self._compute_alone_duration)
         self._find_min_generation_s = cache(self.estimator.estimate_min_generation_s)
         self._find_role_bytes = cache(self._compute_role_bytes)
-        self._sorted_options = cache(self._sort_options)
+        self.list_options = cache(self._sort_options)
+        self._find_offloaded = cache(partial(replace, is_offloaded=True))
         self._fit_on_canonical = cache(self._fit_on_one_mesh)
         self._is_uniform = self.problem.cluster.is_uniform
 
@@ -217,16 +222,13 @@ class ParallelismChoices:
         seconds = self.compute_alone_duration_s(role, assignment)
         return seconds / self.straggler_factor if ahead and role == self.generator_role else seconds
 
-    def list_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
-        """Return the parallelisms of a role that fit alone on a mesh, fastest first."""
-        return self._sorted_options(role, mesh)
-
     def find_smallest(self, role: str, mesh: Mesh) -> CallAssignment | None:
         """Return the parallelism with the fewest bytes; None if the rules allow none."""
         options = self._list_all_options(role, mesh)
         return min(options, key=lambda option: self._find_role_bytes(role, option), default=None)
 
     def _sort_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
+        """Return the parallelisms of a role that fit alone on a mesh, fastest first."""
         options = self._list_all_options(role, mesh)
         timed = [
             (self.compute_alone_duration_s(role, option), i) for i, option in enumerate(options)
@@ -262,7 +264,7 @@ class ParallelismChoices:
         # scorer.offload is one setting of all models that only score.
         scorers = [role for role in self._scorer_roles if role in roles and role not in hosted]
         if any(roles[role].is_offloaded for role in scorers):
-            placed |= {role: replace(roles[role], is_offloaded=True) for role in scorers}
+            placed |= {role: self._find_offloaded(roles[role]) for role in scorers}
         calls = {
             stage: assignment
             for role, assignment in placed.items()
@@ -422,23 +424,26 @@ class MappingSearch:
         if self._generator_mesh is not None:
             shared = find_bound((self._choices.generator_role,), self._generator_mesh)
         num_devices, pairs = cluster.num_devices, itertools.combinations(_list_edges(cluster), 2)
-        sizes = sorted({end - first for first, end in pairs})
+        meshes_by_size = [Mesh(0, size) for size in sorted({end - first for first, end in pairs})]
         num_tried: dict[RoleSet, int] = {}
 
-        def find_fewest(roles: RoleSet) -> int:
+        def find_fewest(units: Sequence[RoleSet]) -> int:
             """Return the fewest devices on which a set may be below the limit, which only falls."""
-            i = num_tried.get(roles, 0)
-            while i < len(sizes) and shared + find_bound(roles, Mesh(0, sizes[i])) >= limit_s():
-                i += 1
-            num_tried[roles] = i
-            return sizes[i] if i < len(sizes) else num_devices + 1
+            if not cluster.is_uniform:
+                return 1  # A set may need more devices than on the first nodes.
+            roles = tuple(itertools.chain(*units))
+            tried = num_tried.get(roles, 0)
+            for mesh in meshes_by_size[tried:]:
+                if shared + find_bound(roles, mesh) < limit_s():
+                    return mesh.size
+                num_tried[roles] = tried = tried + 1
+            return num_devices + 1
 
-        for parts in iter_set_partitions(self._role_sets):
+        for parts in iter_set_partitions(
+            self._role_sets, lambda parts: sum(map(find_fewest, parts)) <= num_devices
+        ):
             sets = tuple(tuple(itertools.chain(*units)) for units in parts)
-            # On unlike nodes a set may need more devices than on the first.
-            fewest = [find_fewest(roles) if cluster.is_uniform else 1 for roles in sets]
-            if sum(fewest) > num_devices:
-                continue
+            fewest = list(map(find_fewest, parts))
             ends = [num_devices - sum(fewest[i:]) for i in range(1, len(sets) + 1)]
 
             def is_below_limit(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
+from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, list_node_edges
 from streamrl.placement.placements import Placement
@@ -80,6 +81,7 @@ NUM_SEARCHES = 3
 """Annealing searches per staleness bound, each from the best placement of another kind."""
 
 
+@pause_gc()
 def plan_placement(  # noqa: PLR0913
     problem: PlacementProblem,
     costs_of: Callable[[PlacementProblem], CostModel],
@@ -289,7 +291,7 @@ class PlacementPlanner:
         feasible = [
             (placement, seconds)
             for placement, seconds in self.estimator.iter_estimated()
-            if min_ahead <= placement.max_staleness <= bound and math.isfinite(seconds)
+            if min_ahead <= placement.max_staleness <= bound
         ]
         if not feasible:
             return ExcludedBound(bound, "no evaluated placement fits")
@@ -312,8 +314,7 @@ class PlacementPlanner:
         best: dict[str, tuple[float, Placement]] = {}
         for placement, seconds in self.estimator.iter_estimated():
             ahead = placement.max_staleness
-            is_allowed = ahead >= self._min_staleness if aheads is None else ahead in aheads
-            if math.isfinite(seconds) and is_allowed:
+            if ahead >= self._min_staleness if aheads is None else ahead in aheads:
                 kind = self._format_kind(placement)
                 if kind not in best or seconds < best[kind][0]:
                     best[kind] = (seconds, placement)

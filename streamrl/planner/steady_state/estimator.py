@@ -21,16 +21,13 @@ from streamrl.planner.problem.problem import (
     PlacementEstimate,
     PlacementProblem,
 )
-from streamrl.planner.problem.stage_timings import StageTimings
 from streamrl.planner.steady_state.jobs import (
     CallGraph,
     JobGraph,
-    build_busy_jobs,
-    find_max_busy_s,
     make_ahead_job,
     make_on_policy_job,
 )
-from streamrl.planner.steady_state.list_scheduler import NO_MESH, ListScheduler
+from streamrl.planner.steady_state.list_scheduler import ListScheduler
 
 FINE_CUTS = STEP_CUTS[max(STEP_CUTS)]
 """Finest cuts of a step's groups: fractions of the groups, up to 1.0."""
@@ -62,9 +59,10 @@ class PlacementEstimator:
         self._step_durations_s: dict[PlacementKey, float] = {}
 
     def iter_estimated(self) -> Iterator[tuple[Placement, float]]:
-        """Yield the placements that `step_s` has evaluated, with their step times in seconds."""
+        """Yield the feasible placements with an estimate, and their step times in seconds."""
         for (calls, ahead, streamed), seconds in self._step_durations_s.items():
-            yield Placement(dict(calls), ahead, streamed), seconds
+            if seconds < math.inf:
+                yield Placement(dict(calls), ahead, streamed), seconds
 
     def estimate_step_s(self, placement: Placement, limit_s: float = math.inf) -> float:
         """Return the seconds of a training step with this placement; inf if infeasible.
@@ -72,51 +70,42 @@ class PlacementEstimator:
         If a lower bound reaches `limit_s`, return inf without scheduling.
         """
         key = make_placement_key(placement)
-        if key not in self._step_durations_s:
+        seconds = self._step_durations_s.get(key)
+        if seconds is None:
             self._on_estimated()
             seconds = math.inf
-            if not self.costs.explain_misfit(placement):
-                timings, busy_s = self.costs.predict_timings(placement), 0.0
+            # The cheapest reason first.
+            if not (self.costs.explain_refusal(placement) or self.costs.explain_misfit(placement)):
+                jobs, busy_s = self._make_job_graph(placement), 0.0
                 if placement.max_staleness or limit_s < math.inf:
-                    busy_s = self._find_max_busy_s(placement, timings)
+                    busy_s = jobs.find_max_busy_s(self._select_generation(placement))
                     if busy_s >= limit_s:
                         return math.inf
-                if not self.costs.explain_refusal(placement):
-                    seconds = self._schedule_step_s(placement, timings)
-                    if placement.max_staleness:
-                        # Without a common period the mean period counts, which may be too short.
-                        seconds = max(seconds, busy_s)
+                # Without a common period the mean period counts, which may be too short.
+                seconds = self._schedule_step_s(jobs)
+                seconds = max(seconds, busy_s) if placement.max_staleness else seconds
             self._step_durations_s[key] = seconds
-        return self._step_durations_s[key]
+        return seconds
 
     def estimate_min_generation_s(self, assignment: CallAssignment, ahead: int) -> float:
         """Return generation's busy seconds per step with a KV cache for all rollouts, at least."""
         timing = self.costs.predict_generator_timing(assignment, math.inf)
         return self._ahead_generation.estimate_saturated_step_s(timing, ahead)
 
-    def _find_max_busy_s(self, placement: Placement, timings: StageTimings) -> float:
-        """Return the busiest device's busy seconds per step, a lower bound of the step time."""
-        jobs = self._make_job_graph(placement, timings)
-        return find_max_busy_s(jobs, build_busy_jobs(jobs, self._select_generation(placement)))
-
     def _select_generation(self, placement: Placement) -> GenerationModel:
         return self._ahead_generation if placement.max_staleness else self._on_policy_generation
 
-    def _make_job_graph(self, placement: Placement, timings: StageTimings) -> JobGraph:
-        problem = self.problem
+    def _make_job_graph(self, placement: Placement) -> JobGraph:
+        problem, timings = self.problem, self.costs.predict_timings(placement)
         return JobGraph(self.call_graph, problem.workload, placement, timings, problem.run_options)
 
     def estimate(self, placement: Placement) -> PlacementEstimate:
         reason = self.costs.explain_infeasible(placement)
         if reason:
             return PlacementEstimate(math.inf, infeasible_reason=reason)
-        timings = self.costs.predict_timings(placement)
         step_s, calls = self.estimate_step_s(placement), placement.assignments
-        busy_s = dict.fromkeys((call.stage for call in self.call_graph.calls), 0.0)
-        jobs = self._make_job_graph(placement, timings)
-        for job in build_busy_jobs(jobs, self._select_generation(placement)):
-            if job.mesh != NO_MESH:
-                busy_s[job.stage] += sum(job.parts) / job.step_interval
+        jobs = self._make_job_graph(placement)
+        busy_s = jobs.estimate_busy_s(self._select_generation(placement))
         used_device_s = sum(busy_s[stage] * calls[stage].mesh.size for stage in calls)
         cluster, workload = self.problem.cluster, self.problem.workload
         _, used_bytes, free_bytes = find_fullest_device(
@@ -131,10 +120,9 @@ class PlacementEstimator:
             free_bytes,
         )
 
-    def _schedule_step_s(self, placement: Placement, timings: StageTimings) -> float:
+    def _schedule_step_s(self, jobs: JobGraph) -> float:
         """Return the step time of a feasible placement in the schedule of several steps."""
-        generation = self._select_generation(placement)
-        jobs = self._make_job_graph(placement, timings)
+        placement, generation = jobs.placement, self._select_generation(jobs.placement)
         # Round up to whole publish intervals, if not every step is published.
         publish_every, window = jobs.publish_every, placement.max_staleness + 1
         window = -(-window // publish_every) * publish_every

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY, CallKind, Dataflow, ModelCall
 from streamrl.placement.meshes import Mesh, find_max_load
-from streamrl.placement.placements import CallAssignment, Placement
+from streamrl.placement.placements import Placement
 from streamrl.planner.costs.call_durations import (
     choose_cuts,
     score_duration_s,
@@ -132,20 +132,15 @@ class JobGraph:
         """
         if not (self.is_streamed and self.has_single_group_arrivals):
             return set()
-        generate = self.placement.assignments[self.call_graph.generate_call.stage].mesh
-        trains = [call for call in self.call_graph.calls if call.kind is CallKind.TRAIN]
-        meshes = [self.placement.assignments[call.stage].mesh for call in trains]
-        bridged = any(
-            scorer.mesh.overlaps(generate) and any(scorer.mesh.overlaps(mesh) for mesh in meshes)
-            for scorer in self._score_assignments
+        overlaps, generate = self.placement.overlaps, self.call_graph.generate_call.stage
+        calls = self.call_graph.calls
+        trains = [call.stage for call in calls if call.kind is CallKind.TRAIN]
+        is_bridged = any(
+            overlaps(call.stage, generate) and any(overlaps(call.stage, s) for s in trains)
+            for call in calls
+            if call.kind is CallKind.SCORE
         )
-        return {self.find_mesh(call.stage) for call in trains} if bridged else set()
-
-    @property
-    def _score_assignments(self) -> list[CallAssignment]:
-        calls = self.placement.assignments
-        scores = [call.stage for call in self.call_graph.calls if call.kind is CallKind.SCORE]
-        return [calls[stage] for stage in scores if stage in calls]
+        return {self.find_mesh(stage) for stage in trains} if is_bridged else set()
 
     def score_duration_s(self, call: ModelCall) -> float:
         timing = self.timings.score[call.stage]
@@ -154,11 +149,6 @@ class JobGraph:
             timing, self.workload, per_group, singly=self.has_single_group_arrivals
         )
         return seconds * self._compute_sampled_per_trained(call)
-
-    def _estimate_group_score_s(self, call: ModelCall) -> float:
-        per_group = self.call_graph.count_rollouts(call, self.workload)
-        timing, tokens = self.timings.score[call.stage], per_group * self.workload.rollout_tokens
-        return timing.batch_duration_s(per_group, tokens)
 
     def _compute_sampled_per_trained(self, call: ModelCall) -> float:
         """Return the groups scored per trained group; the judge scores filtered groups too."""
@@ -176,6 +166,32 @@ class JobGraph:
 
     def find_weights_timing(self, stage: str) -> WeightsTiming:
         return self.timings.weights.get(stage, WeightsTiming())
+
+    def estimate_busy_s(self, generation: GenerationModel) -> dict[str, float]:
+        """Return, by stage, the seconds per step in which it keeps devices busy."""
+        busy_s = dict.fromkeys((call.stage for call in self.call_graph.calls), 0.0)
+        for call in self.call_graph.calls:
+            if call.stage not in self.placement.assignments:
+                continue
+            if self._is_follower(call):
+                pull = self._make_pull_job(call)
+                busy_s[call.stage] += sum(pull.parts) / pull.step_interval
+            if call.stage in self.timings.score:
+                busy_s[call.stage] += self.score_duration_s(call)
+            elif call.kind is CallKind.TRAIN:
+                train = self.timings.train[call.role]
+                busy_s[call.stage] += train_duration(train, self.workload).total_s + train.step_s
+        timing, stage = self.timings.generator, self.call_graph.generate_call.stage
+        if ahead := self.placement.max_staleness:
+            busy_s[stage] += generation.estimate_saturated_step_s(timing, ahead)
+        else:
+            busy_s[stage] += generation.find_completions_s(timing, (1.0,))[0]
+        return busy_s
+
+    def find_max_busy_s(self, generation: GenerationModel) -> float:
+        """Return the busiest device's busy seconds per step; no step is shorter."""
+        calls, busy_s = self.placement.assignments, self.estimate_busy_s(generation)
+        return find_max_load([(call.mesh, busy_s[stage]) for stage, call in calls.items()])
 
     def build_jobs(self, generate: StepJob) -> list[StepJob]:
         """Return all jobs of a step.
@@ -254,7 +270,10 @@ class JobGraph:
             call.stage, self.call_graph.generate_call.stage
         ):
             return 0.0
-        group_s = self._estimate_group_score_s(call) * self._compute_sampled_per_trained(call)
+        rollouts = self.call_graph.count_rollouts(call, self.workload)
+        group_s = self.timings.score[call.stage].batch_duration_s(
+            rollouts, rollouts * self.workload.rollout_tokens
+        ) * self._compute_sampled_per_trained(call)
         groups, slice_s = self.workload.groups_per_step, self.run_options.slice_s
         bursts = sum(
             min(fraction * groups, seconds / (slice_s + group_s))
@@ -334,25 +353,3 @@ def make_ahead_job(jobs: JobGraph, generation: GenerationModel) -> StepJob:
     window = jobs.placement.max_staleness + 1
     profile = generation.find_rollout_profile(jobs.timings.generator, jobs.group_cuts, window)
     return StepJob(stage, jobs.find_mesh(stage), (0.0,), profile=profile)
-
-
-def build_busy_jobs(jobs: JobGraph, generation: GenerationModel) -> list[StepJob]:
-    """Return the jobs of a step with generation as a single part.
-
-    This form adds up the busy time of devices; it does not schedule.
-    """
-    stage, timing = jobs.call_graph.generate_call.stage, jobs.timings.generator
-    if jobs.placement.max_staleness:
-        busy_s = generation.estimate_saturated_step_s(timing, jobs.placement.max_staleness)
-    else:
-        (busy_s,) = generation.find_completions_s(timing, (1.0,))
-    return jobs.build_jobs(StepJob(stage, jobs.find_mesh(stage), (busy_s,)))
-
-
-def find_max_busy_s(jobs: JobGraph, jobs_of_step: Sequence[StepJob]) -> float:
-    """Return the busiest device's busy seconds per step; no step is shorter."""
-    mesh_s = [0.0] * len(jobs.meshes)
-    for job in jobs_of_step:
-        if job.mesh != NO_MESH:
-            mesh_s[job.mesh] += sum(job.parts) / job.step_interval
-    return find_max_load(list(zip(jobs.meshes, mesh_s, strict=True)))
