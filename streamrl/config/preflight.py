@@ -47,7 +47,6 @@ from streamrl.engines.models.tensor_parallel_support import (
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
-from streamrl.environments.episodes.check_environment import check_environments
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import (
     list_weight_files,
@@ -117,6 +116,9 @@ def prepare_run(
     for prompts in eval_prompts.values():
         inspect(prompts)
     if config.environment.is_enabled:
+        # Here: most runs have no environment, and need not wait for its imports.
+        from streamrl.environments.episodes.check_environment import check_environments
+
         firsts = [*first_prompts.values()]
         for prompts in eval_prompts.values():
             firsts += {prompt.environment: prompt for prompt in reversed(prompts)}.values()

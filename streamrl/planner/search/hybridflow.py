@@ -10,6 +10,7 @@ most as many pipeline stages as nodes.
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -425,26 +426,25 @@ class MappingSearch:
             shared = find_bound((self._choices.generator_role,), self._generator_mesh)
         num_devices, pairs = cluster.num_devices, itertools.combinations(_list_edges(cluster), 2)
         meshes_by_size = [Mesh(0, size) for size in sorted({end - first for first, end in pairs})]
-        num_tried: dict[RoleSet, int] = {}
+        num_tried: Counter[RoleSet] = Counter()
 
         def find_fewest(units: Sequence[RoleSet]) -> int:
             """Return the fewest devices on which a set may be below the limit, which only falls."""
             if not cluster.is_uniform:
                 return 1  # A set may need more devices than on the first nodes.
             roles = tuple(itertools.chain(*units))
-            tried = num_tried.get(roles, 0)
-            for mesh in meshes_by_size[tried:]:
+            for mesh in meshes_by_size[num_tried[roles] :]:
                 if shared + find_bound(roles, mesh) < limit_s():
                     return mesh.size
-                num_tried[roles] = tried = tried + 1
+                num_tried[roles] += 1
             return num_devices + 1
 
         for parts in iter_set_partitions(
             self._role_sets, lambda parts: sum(map(find_fewest, parts)) <= num_devices
         ):
             sets = tuple(tuple(itertools.chain(*units)) for units in parts)
-            fewest = list(map(find_fewest, parts))
-            ends = [num_devices - sum(fewest[i:]) for i in range(1, len(sets) + 1)]
+            later = (parts[i:] for i in range(1, len(parts) + 1))
+            ends = [num_devices - sum(map(find_fewest, units)) for units in later]
 
             def is_below_limit(
                 i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets, ends: Sequence[int] = ends

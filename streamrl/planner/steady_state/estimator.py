@@ -82,8 +82,7 @@ class PlacementEstimator:
                     if busy_s >= limit_s:
                         return math.inf
                 # Without a common period the mean period counts, which may be too short.
-                seconds = self._schedule_step_s(jobs)
-                seconds = max(seconds, busy_s) if placement.max_staleness else seconds
+                seconds = max(self._schedule_step_s(jobs), busy_s)
             self._step_durations_s[key] = seconds
         return seconds
 

@@ -9,9 +9,8 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import httpx
 from omegaconf import MISSING
 
 from streamrl.errors import (
@@ -36,6 +35,9 @@ from streamrl.user_code.service_gate import (
     is_silent,
     request_service,
 )
+
+if TYPE_CHECKING:
+    import httpx
 
 T = TypeVar("T")
 
@@ -62,6 +64,8 @@ class ChatClient:
     def __init__(
         self, url: str, model: str, key: str, *, concurrency: int, timeout_s: float, entry: str
     ) -> None:
+        import httpx  # here: most processes of a run need none
+
         self._entry = entry
         self._url = url
         self._model = model
@@ -141,6 +145,8 @@ class ChatClient:
 
         A request without a body is the first one, which shows whether key and model are right.
         """
+        import httpx
+
         is_start = body is None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -166,7 +172,7 @@ class ChatClient:
             kind = RewardInfraError if is_start else ServiceOutageError
             raise kind(f"{self._url}: invalid response: {error}") from None
 
-    def _to_reward_error(self, response: httpx.Response, *, is_start: bool) -> StreamError:
+    def _to_reward_error(self, response: "httpx.Response", *, is_start: bool) -> StreamError:
         status, reason = response.status_code, response.text
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
             reply = response.json()

@@ -4,8 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
-
 from streamrl.errors import RewardInfraError, RewardTimeoutError, ServiceOutageError
 from streamrl.user_code.reward_result import RewardOutcome
 from streamrl.user_code.sandbox.program import (
@@ -44,6 +42,8 @@ class RemoteSandbox:
     """
 
     def __init__(self, url: str, limits: ProgramLimits) -> None:
+        import httpx  # here: most processes of a run need none
+
         self._url = url.rstrip("/") + "/run_code"
         self._limits = limits
         timeout_s = limits.compile_s + limits.wall_s + TIMEOUT_SLACK_S
@@ -86,6 +86,8 @@ class RemoteSandbox:
         return await asyncio.to_thread(_judge_reply, reply, program, test)
 
     async def _post_request(self, body: dict[str, Any]) -> dict[str, Any]:
+        import httpx
+
         try:
             async with self._slots:
                 response = await self._client.post(self._url, json=body)
