@@ -55,10 +55,9 @@ PROPOSALS = 600
 class RealChoices(ParallelismChoices):
     """Parallelism choices of ReaL's search."""
 
-    def list_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
-        return [
-            option for option in super().list_options(role, mesh) if self._allows(role, option.grid)
-        ]
+    def _sort_options(self, role: str, mesh: Mesh) -> list[CallAssignment]:
+        options = super()._sort_options(role, mesh)
+        return [option for option in options if self._allows(role, option.grid)]
 
     def _allows(self, role: str, grid: RankGrid) -> bool:
         rollouts, parts = self.problem.workload.num_rollouts, grid.dp_size * grid.pp_size
