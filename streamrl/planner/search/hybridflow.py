@@ -168,6 +168,7 @@ class ParallelismChoices:
             if self.problem.dataflow.calls_by_role[role][0].kind is CallKind.SCORE
         ]
         self.compute_alone_duration_s = cache(self._compute_alone_duration)
+        self.compute_min_busy_s = cache(self._compute_min_busy)
         self._find_min_generation_s = cache(self.estimator.estimate_min_generation_s)
         self._find_role_bytes = cache(self._compute_role_bytes)
         self.list_options = cache(self._sort_options)
@@ -202,7 +203,7 @@ class ParallelismChoices:
         stages = self.stages_by_role[role]
         return stages[:1] if role == self.generator_role else stages
 
-    def compute_min_busy_s(self, role: str, assignment: CallAssignment, ahead: int) -> float:
+    def _compute_min_busy(self, role: str, assignment: CallAssignment, ahead: int) -> float:
         """Return a lower bound of the seconds per step in which a role keeps its devices busy.
 
         With generation ahead, no step waits for its longest rollout, and rollouts of `ahead + 1`
@@ -443,8 +444,7 @@ class MappingSearch:
             self._role_sets, lambda parts: sum(map(find_fewest, parts)) <= num_devices
         ):
             sets = tuple(tuple(itertools.chain(*units)) for units in parts)
-            later = (parts[i:] for i in range(1, len(parts) + 1))
-            ends = [num_devices - sum(map(find_fewest, units)) for units in later]
+            ends = [num_devices - sum(map(find_fewest, parts[i:])) for i in range(1, len(sets) + 1)]
 
             def is_below_limit(
                 i: int, mesh: Mesh, sets: Sequence[RoleSet] = sets, ends: Sequence[int] = ends
