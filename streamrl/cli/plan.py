@@ -206,8 +206,9 @@ def _plan(
     output = arguments.output
     if output is not None and not problem.cluster.is_uniform:
         raise ConfigError(
-            f"-o {output}: a config cannot choose between unlike devices; without -o the devices"
-            " are printed, with --json for scripts"
+            f"-o {output}: a config cannot choose between unlike nodes (devices, their number,"
+            f" network or memory), as in {problem.cluster}; without -o the devices are printed,"
+            " with --json for scripts"
         )
     # The workload is split over generators, at most one per device.
     share = split_workload(problem.workload, problem.cluster.num_devices)

@@ -395,11 +395,11 @@ def test_an_output_file_that_is_an_input_is_refused(option: str, tmp_path: Path,
         assert f"-o {path}: is an input of this command; name another file" in error
 
 
-def test_a_plan_on_unlike_devices_cannot_be_written_as_config(tmp_path: Path, refuse: Refuse):
+def test_a_plan_on_unlike_nodes_cannot_be_written_as_config(tmp_path: Path, refuse: Refuse):
     words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
     words += ["--max-staleness", "0"]
-    out = tmp_path / "plan.yaml"
-    assert "cannot choose between unlike devices" in refuse("plan", *words, "-o", str(out))
+    error = refuse("plan", *words, "-o", str(tmp_path / "plan.yaml"))
+    assert "unlike nodes (devices, their number, network or memory), as in 2xH100,2xA100;" in error
 
 
 PLAN = ["plan", *TINY, "--json"]
