@@ -256,8 +256,12 @@ class ModelReward(Reward):
         self._options = options
         self._tokenizer, max_tokens = read_classifier(options.path, f"{spec.key}.path")
         check_trainer_split(options.path, options.to_ranks_config(spec.key))
-        limits = (max_tokens, self._tokenizer.model_max_length, options.batch_tokens)
-        self._max_length = min(limit for limit in limits if limit)
+        limits = {
+            f"{spec.key}.batch_tokens": options.batch_tokens,
+            "the model's max_position_embeddings": max_tokens,
+            "the tokenizer's model_max_length": self._tokenizer.model_max_length,
+        }
+        self._max_length, self._limit = min((size, name) for name, size in limits.items() if size)
         self._timeout_s = options.timeout_s or spec.context.scorer.timeout_s
         default_pass_score = 0.5 if options.sigmoid else 0.0
         self._pass_score = default_pass_score if options.pass_score is None else options.pass_score
@@ -278,7 +282,10 @@ class ModelReward(Reward):
         self.model_bytes = sum(file.stat().st_size for file in weight_files)
 
     def validate_prompt(self, prompt: Prompt) -> None:
-        self._render_text(Completion.from_text("").get_messages(prompt, LAST_TURN))
+        text = self._render_text(Completion.from_text("").get_messages(prompt, LAST_TURN))
+        # A token has at least a byte, so that most prompts need not be tokenized.
+        if len(text.encode()) > self._max_length:
+            self._tokenize_texts([text], "the prompt alone has")
 
     async def start(self) -> None:
         if self._on_ranks is None:
@@ -316,7 +323,9 @@ class ModelReward(Reward):
         except ConfigError as error:
             raise RewardError(str(error)) from error
 
-    def _tokenize_texts(self, texts: Sequence[str]) -> list[list[int]]:
+    def _tokenize_texts(
+        self, texts: Sequence[str], subject: str = "prompt and completion {} have"
+    ) -> list[list[int]]:
         first, last = self._frame
         rows = [self._encoder.encode(text) for text in texts]
         if self._options.on_long_text == "truncate":
@@ -326,8 +335,9 @@ class ModelReward(Reward):
         for i, row in enumerate(rows):
             if not 1 <= len(row) <= self._max_length:
                 raise RewardError(
-                    f"prompt and completion {i} have {len(row)} tokens, the reward model takes 1 to"
-                    f" {self._max_length} (on_long_text=truncate keeps the end of a longer text)"
+                    f"{subject.format(i)} {len(row)} tokens, the reward model takes 1 to"
+                    f" {self._max_length}, by {self._limit} (on_long_text=truncate keeps the end of"
+                    " a longer text)"
                 )
         return rows
 

@@ -183,6 +183,21 @@ async def test_a_long_text_is_an_error_or_truncated_at_its_beginning(path, start
     assert await scores(truncating, [long]) != await scores(truncating, [long + "1"])
 
 
+def test_a_prompt_longer_than_the_model_takes_is_refused_before_the_run(path):
+    messages = ({"role": "user", "content": "12345+123456"},)
+    prompt = Prompt("0:4:0", PROMPT.token_ids, messages=messages)
+
+    def check(**options):
+        config = RewardConfig("model", options={"path": str(path), **options})
+        build_rewards([config]).check_prompts([prompt])
+
+    check(batch_tokens=13)  # the template adds a token
+    check(batch_tokens=8, on_long_text="truncate")
+    told = r"alone has 13 tokens, the reward model takes 1 to 8, by rewards\[0\]\.batch_tokens "
+    with pytest.raises(ConfigError, match=told):
+        check(batch_tokens=8)
+
+
 async def test_a_logit_that_is_not_finite_is_an_error(path, tmp_path, started):
     broken = copy_with_weights(
         path, tmp_path / "nan", lambda weights: weights["score.weight"].fill_(nan)
