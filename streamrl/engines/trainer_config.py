@@ -149,7 +149,7 @@ class TrainerConfig:
             "tensor_parallel",
             "does not support LoRA; lora_rank must be 0",
         )
-        yield from _list_size_conflicts(self)
+        yield from _list_size_conflicts(self, f"{self.section}.")
 
     @property
     def ranks_per_batch(self) -> int:
@@ -243,7 +243,7 @@ class RankLayout:
 
     def __post_init__(self) -> None:
         prefix = f"{self.section}." if self.section else ""
-        check_conflicts(self, _list_size_conflicts(self), prefix)
+        check_conflicts(self, _list_size_conflicts(self, prefix), prefix)
 
     def to_trainer_config(self, trainer: TrainerConfig, key: str = "") -> "ScoringRanksConfig":
         """Return the settings of the ranks, with precision, attention and threads of a trainer.
@@ -264,11 +264,11 @@ class RankLayout:
         )
 
 
-def _list_size_conflicts(ranks: TrainerConfig | RankLayout) -> Iterator[Conflict]:
+def _list_size_conflicts(ranks: TrainerConfig | RankLayout, prefix: str) -> Iterator[Conflict]:
     """Yield the rules between a number of ranks and the sizes by which they share a model."""
-    tp_size, world = ranks.tensor_parallel, f"world_size={ranks.world_size}"
+    tp_size, world = ranks.tensor_parallel, f"{prefix}world_size={ranks.world_size}"
     yield ranks.world_size % tp_size, "tensor_parallel", f"must divide {world}"
-    times = f"times tensor_parallel={tp_size} " * (tp_size > 1)
+    times = f"times {prefix}tensor_parallel={tp_size} " * (tp_size > 1)
     shared = tp_size * ranks.sequence_parallel
     yield ranks.world_size % shared, "sequence_parallel", f"{times}must divide {world}"
 

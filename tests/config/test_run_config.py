@@ -290,11 +290,11 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ("reference={world_size: 3, tensor_parallel: 2}", "reference.tensor_parallel=2: must divi"),
         (
             "reference={world_size: 4, tensor_parallel: 2, sequence_parallel: 4}",
-            "reference.sequence_parallel=4: times tensor_parallel=2 must divide world_size=4",
+            "times reference.tensor_parallel=2 must divide reference.world_size=4",
         ),
         (
             "critic.shadow={world_size: 2, sequence_parallel: 3}",
-            "critic.shadow.sequence_parallel=3: must divide world_size=2",
+            "critic.shadow.sequence_parallel=3: must divide critic.shadow.world_size=2",
         ),
         (
             "critic.shadow={world_size: 2}",

@@ -442,6 +442,7 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
             "rewards[0].world_size=2: an own loop has whole ones; set 1",
         ),
         (["generator.tensor_parallel=2"], "generator.tensor_parallel=2: an own loop gen"),
+        (["critic.replicas=1"], "critic.replicas=1: the script of an own loop starts scorers"),
         (["placement.mode=split"], "placement.mode=split: an own loop trains and"),
     ],
 )

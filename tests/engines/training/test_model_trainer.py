@@ -414,7 +414,7 @@ SPLIT_RANKS = {"tensor_parallel": 2, "backend": "torch"}
         ({"lr_min": 1e-7}, "lr_min=1e-07: lr_schedule=constant does not fall"),
         ({"lr_min": 1.0, "lr_schedule": "cosine"}, "lr_min=1.0: must be below lr=1e-06"),
         ({"tensor_parallel": 2, "world_size": 2}, "tensor_parallel=2: needs backend=torch"),
-        ({**SPLIT_RANKS, "world_size": 3}, "tensor_parallel=2: must divide world_size=3"),
+        ({**SPLIT_RANKS, "world_size": 3}, "tensor_parallel=2: must divide trainer.world_size=3"),
         (
             {**SPLIT_RANKS, "world_size": 2, "lora_rank": 4},
             "tensor_parallel=2: does not support LoRA; lora_rank must be 0",
