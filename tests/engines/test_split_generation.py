@@ -76,10 +76,11 @@ def list_ranks() -> list[psutil.Process]:
     return [rank for rank in map(psutil.Process, pids) if is_alive(rank)]
 
 
-def list_shared_files() -> set[Path]:
-    """Return the ranks' shared memory files, named or unlinked."""
-    maps = [mapped.path for rank in list_ranks() for mapped in rank.memory_maps()]
-    return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
+def list_shared_files(prefix: str) -> set[Path]:
+    """Return the shared memory files of ranks and engine, named or unlinked."""
+    processes = [*list_ranks(), psutil.Process()]
+    maps = [mapped.path for process in processes for mapped in process.memory_maps()]
+    return {Path(path.removesuffix(" (deleted)")) for path in maps if f"/{prefix}" in path}
 
 
 def make_dense(seed: int) -> PreTrainedModel:
@@ -177,9 +178,10 @@ async def test_every_version_reaches_every_rank(tmp_path: Path, kind: str, start
     folder = save(models[0], tmp_path, ends=False)
     async with start_engine(folder, CONFIG, starts_empty=starts_empty) as engine:
         assert len(list_ranks()) == 2
-        shared = list_shared_files()
+        shared, queues = list_shared_files("vllm_dist_"), list_shared_files("psm_")
         # vLLM's builds for CPUs without AVX-512 have no collectives over shared memory.
         assert bool(shared) == hasattr(torch.ops._C, "init_shm_manager")
+        assert queues and not [path for path in (*shared, *queues) if path.exists()]
         await engine.load_weights(weights_of(models[0]), 0)
         for version in (1, 2):
             running = asyncio.create_task(
@@ -205,7 +207,6 @@ async def test_every_version_reaches_every_rank(tmp_path: Path, kind: str, start
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
     assert not list_ranks()
-    assert not [path for path in shared if path.exists()]
 
 
 def hold_engine(pipe: Connection, folder: str) -> None:

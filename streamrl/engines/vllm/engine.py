@@ -113,8 +113,7 @@ def build_vllm_engine(spec: EngineSpec) -> VllmEngine:
         engine = LLMEngine.from_engine_args(_make_engine_args(spec), enable_multiprocessing=False)
     if spec.config.tensor_parallel > 1 and spec.rank_group is None:
         end_workers_with_engine(engine)
-        if current_platform.is_cpu():
-            unlink_shared_memory(engine)
+        unlink_shared_memory(engine)
     return engine
 
 

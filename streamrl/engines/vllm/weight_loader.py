@@ -14,13 +14,16 @@ loads on a GPU go through vLLM's own loader (`RankLoader`).
 """
 
 import ctypes
+import gc
 import itertools
 import logging
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import torch
@@ -303,12 +306,28 @@ def set_parent_death_signal(worker: VllmWorker) -> None:
 
 
 def unlink_shared_memory(engine: VllmEngine) -> None:
-    """Unlink the shared memory files of an engine's CPU workers once all workers have mapped them.
+    """Unlink the shared memory of an engine and its workers, once all have mapped it.
 
-    vLLM kills its processes before they unlink the files, which would then leak.
+    The processes are killed before they unlink the files, which would then leak.
     """
-    for name in engine.collective_rpc(list_shared_memory_files)[0]:
-        os.unlink(SHARED_MEMORY_DIR + name)
+    from vllm.platforms import current_platform
+
+    engine.collective_rpc(unlink_queues)
+    # The engine's own queue, which its process would unlink again.
+    engine.model_executor.rpc_broadcast_mq.buffer.is_creator = False
+    if current_platform.is_cpu():
+        for name in engine.collective_rpc(list_shared_memory_files)[0]:
+            os.unlink(SHARED_MEMORY_DIR + name)
+
+
+def unlink_queues(worker: VllmWorker) -> None:
+    """Unlink the files of the queues and buffers that this process has mapped."""
+    for memory in gc.get_objects():
+        if type(memory) is SharedMemory:
+            with suppress(FileNotFoundError):  # another process was faster
+                memory.unlink()
+            # vLLM would unlink it again.
+            memory.__dict__["unlink"] = lambda: None
 
 
 def list_shared_memory_files(worker: VllmWorker) -> list[str]:
