@@ -54,6 +54,7 @@ ROUNDING = {
     "loss/kl": 1e-7,
     "policy/kl_ref": 1e-7,
     "policy/grad_norm": 0.0,
+    "critic/grad_norm": 0.0,
 }
 """Absolute tolerance per loss, besides a relative one of 1e-4.
 
