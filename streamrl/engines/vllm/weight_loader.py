@@ -310,14 +310,11 @@ def unlink_shared_memory(engine: VllmEngine) -> None:
 
     The processes are killed before they unlink the files, which would then leak.
     """
-    from vllm.platforms import current_platform
-
     engine.collective_rpc(unlink_queues)
     # The engine's own queue, which its process would unlink again.
     engine.model_executor.rpc_broadcast_mq.buffer.is_creator = False
-    if current_platform.is_cpu():
-        for name in engine.collective_rpc(list_shared_memory_files)[0]:
-            os.unlink(SHARED_MEMORY_DIR + name)
+    for name in engine.collective_rpc(list_shared_memory_files)[0]:
+        os.unlink(SHARED_MEMORY_DIR + name)
 
 
 def unlink_queues(worker: VllmWorker) -> None:
@@ -331,8 +328,10 @@ def unlink_queues(worker: VllmWorker) -> None:
 
 
 def list_shared_memory_files(worker: VllmWorker) -> list[str]:
-    prefix = os.environ["VLLM_DIST_IDENT"]
-    return [name for name in os.listdir(SHARED_MEMORY_DIR) if name.startswith(prefix)]
+    """Return the files of collectives between CPU workers, which alone have an identifier."""
+    prefix = os.environ.get("VLLM_DIST_IDENT", "")
+    names = os.listdir(SHARED_MEMORY_DIR) if prefix else []
+    return [name for name in names if name.startswith(prefix)]
 
 
 def has_lost_rank(engine: VllmEngine) -> bool:
