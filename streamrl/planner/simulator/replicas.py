@@ -217,22 +217,23 @@ class VersionFollower(Protocol):
 class WeightPuller:
     """Pulls of weights by a single replica: one pull at a time, always of the newest version.
 
+    call: names the followed model. lease: of the replica's devices; None if they are its own.
     loaded_version: version in the replica; -1 before the first pull.
     """
 
     def __init__(
         self,
         follower: VersionFollower,
-        timing: WeightsTiming,
-        registry: SimulatedWeightRegistry,
-        lease: DeviceLease,
+        call: ModelCall,
+        context: "SimulationContext",
+        lease: DeviceLease | None,
         recorder: ProcessRecorder,
     ) -> None:
         self.loaded_version = -1
         self._follower = follower
-        self._timing = timing
-        self._registry = registry
-        self._lease = lease
+        self._timing = context.timings.weights.get(call.stage, WeightsTiming())
+        self._registry = context.registries[call.followed_role]
+        self._lease = lease or DedicatedDeviceLease()
         self._recorder = recorder
         self._pull_task: asyncio.Task[None] | None = None
 
@@ -304,7 +305,6 @@ class SimulatedGenerator:
         context: SimulationContext,
         pool: "GeneratorPool",
     ) -> None:
-        self.process = process
         self._context = context
         self._recorder = context.get_recorder(process)
         timing = context.timings.generator
@@ -316,13 +316,7 @@ class SimulatedGenerator:
         )
         self._generator_pool, lease = pool, pool.lease
         self._device_hold = SimulatedDeviceHold(calls[0].stage, lease, self._start_sampling)
-        self._weight_puller = WeightPuller(
-            self,
-            context.timings.weights.get(calls[0].stage, WeightsTiming()),
-            context.registries[calls[0].followed_role],
-            lease or DedicatedDeviceLease(),
-            self._recorder,
-        )
+        self._weight_puller = WeightPuller(self, calls[0], context, lease, self._recorder)
         self._awaiting_version: list[GroupWork] = []
         self._ready_works: list[GroupWork] = []
         self._clock = asyncio.get_running_loop()
@@ -488,7 +482,6 @@ class SimulatedScorer:
     def __init__(
         self, process: str, calls: Sequence[ModelCall], context: SimulationContext
     ) -> None:
-        self.process = process
         self._context = context
         self._calls = {call.stage: call for call in calls}
         self._free_slots = {stage: 2 * context.timings.score[stage].batch for stage in self._calls}
@@ -497,11 +490,7 @@ class SimulatedScorer:
         self._device_hold = SimulatedDeviceHold(calls[0].stage, lease, self._start_next_batch)
         self._weight_puller: WeightPuller | None = None
         if calls[0].followed_role:
-            timing = context.timings.weights.get(calls[0].stage, WeightsTiming())
-            registry = context.registries[calls[0].followed_role]
-            self._weight_puller = WeightPuller(
-                self, timing, registry, lease or DedicatedDeviceLease(), self._recorder
-            )
+            self._weight_puller = WeightPuller(self, calls[0], context, lease, self._recorder)
         self._awaiting_version: list[ScoreBatch] = []
         self._ready_batches: deque[ScoreBatch] = deque()
         self._is_busy = False

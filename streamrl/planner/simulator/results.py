@@ -102,7 +102,7 @@ class SimulationResult:
             stage: compute_idle_fraction(
                 activity.spans, start=start, end=end, num_processes=activity.num_processes
             )
-            for stage, activity in self.collect_activity(self.spans).items()
+            for stage, activity in self._collect_activity().items()
         }
 
     @property
@@ -113,14 +113,14 @@ class SimulationResult:
     def spans(self) -> Sequence[Span]:
         return [span for recorder in self.recorders.values() for span in recorder.list_spans()]
 
-    def collect_activity(self, spans: Sequence[Span]) -> dict[str, StageActivity]:
+    def _collect_activity(self) -> dict[str, StageActivity]:
         """Return, by stage, the spans and processes from which idle time is computed.
 
         Spans that belong to no stage, such as pulls, count for the first stage of their role.
         """
         role_of = {name: role for role, names in self.process_names.items() for name in names}
         spans_by_role: dict[str, list[Span]] = {role: [] for role in self.process_names}
-        for span in spans:
+        for span in self.spans:
             spans_by_role[role_of[span.process]].append(span)
         activity = {}
         for role, calls in self.dataflow.calls_by_role.items():

@@ -93,6 +93,8 @@ class SimulatedRun:
             micro_batch_tokens=self.workload.micro_batch_tokens,
             stall_s=math.inf,
         )
+        trained = self.dataflow.select_calls(CallKind.TRAIN)
+        self._train_stage = next(call.stage for call in trained if call.role == POLICY)
 
     async def play(self) -> SimulationResult:
         """Start trainers, replicas and control loops; return the result after the last step.
@@ -174,11 +176,7 @@ class SimulatedRun:
 
     @property
     def _is_colocated(self) -> bool:
-        calls = self.placement.assignments
-        trained = [
-            call for call in self.dataflow.select_calls(CallKind.TRAIN) if call.role == POLICY
-        ]
-        stages = (GENERATE_CALL.stage, *(call.stage for call in trained))
+        calls, stages = self.placement.assignments, (GENERATE_CALL.stage, self._train_stage)
         return len({calls[stage].mesh if stage in calls else None for stage in stages}) == 1
 
     def _start_replicas(
@@ -262,7 +260,6 @@ class SimulatedRun:
         lease: DeviceLease,
     ) -> None:
         queue, clock = cast(ExperienceQueue, simulated_queue), asyncio.get_running_loop().time
-        stage = next(c.stage for c in self.dataflow.queue_calls if c.kind is CallKind.TRAIN)
 
         async def record_outcome(outcome: StepResult) -> None:
             self.outcomes.append(outcome)
@@ -272,7 +269,7 @@ class SimulatedRun:
         admission = asyncio.create_task(admit_prompts(control, queue, wait_s=math.inf))
         try:
             await train_policy(
-                StageContext(stage, queue, lease),
+                StageContext(self._train_stage, queue, lease),
                 control,
                 trainers,
                 self._config,
