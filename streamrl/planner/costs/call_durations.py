@@ -55,10 +55,8 @@ def train_duration(timing: TrainTiming, workload: Workload) -> TrainDuration:
     advance round by round, at the speed of the rank with the most tokens.
     """
     rounds, slowest = pack_mini_batch(workload, timing.dp_size)
-    micro_batches, dp_size = rounds * workload.mini_batches, timing.dp_size
-    tokens = slowest * workload.mini_batches
-    epoch_s = timing.compute_passes_s(micro_batches * dp_size, tokens * dp_size)
-    epoch_s += micro_batches * timing.round_s
+    micro_batches, tokens = rounds * workload.mini_batches, slowest * workload.mini_batches
+    epoch_s = micro_batches * (timing.micro_batch_s + timing.round_s) + tokens * timing.token_s
     update_s = timing.round_s + timing.update_s
     first_s = epoch_s + (workload.mini_batches - 1) * update_s
     rest_s = (workload.epochs - 1) * epoch_s

@@ -367,11 +367,6 @@ class GenerationModel:
         fitting = timing.kv_tokens / (self.workload.prompt_tokens + self._mean_age)
         return max(1.0, min(float(timing.max_running), fitting))
 
-    def _count_replica_rollouts(self, timing: GeneratorTiming) -> float:
-        """Return the rollouts of a step on each replica."""
-        rollouts = self.workload.num_rollouts / self.workload.group_size * self.rollouts_per_group
-        return rollouts / timing.replicas
-
     def _compute_completions_s(
         self, timing: GeneratorTiming, cuts: tuple[float, ...]
     ) -> list[float]:
@@ -497,7 +492,8 @@ class GenerationModel:
 
         All slots are taken, unless the rollouts of `steps_ahead + 1` steps are fewer.
         """
-        replica_rollouts = self._count_replica_rollouts(timing)
+        rollouts = self.workload.groups_per_step * self.rollouts_per_group
+        replica_rollouts = rollouts / timing.replicas
         running = max(1.0, min(self.count_slots(timing), (steps_ahead + 1) * replica_rollouts))
         resident = running * (self.workload.prompt_tokens + self._mean_age)
         step_s = timing.decode_step_s(running, resident)

@@ -7,7 +7,7 @@ coefficients.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -113,14 +113,6 @@ class ScoreTiming:
     rollout_s: float
     token_s: float
 
-    def scale_duration(self, times: float) -> "ScoreTiming":
-        return replace(
-            self,
-            batch_s=self.batch_s * times,
-            rollout_s=self.rollout_s * times,
-            token_s=self.token_s * times,
-        )
-
     def batch_duration_s(self, rollouts: float, tokens: float) -> float:
         return self.batch_s + self.rollout_s * rollouts + self.token_s * tokens
 
@@ -142,13 +134,6 @@ class TrainTiming:
     update_s: float
     step_s: float = 0.0
     round_s: float = 0.0
-
-    def compute_passes_s(self, micro_batches: float, tokens: float) -> float:
-        """Return seconds of forward and backward passes, spread over all data-parallel ranks.
-
-        micro_batches, tokens: totals of the step over all ranks.
-        """
-        return (self.micro_batch_s * micro_batches + self.token_s * tokens) / self.dp_size
 
 
 @dataclass(frozen=True)

@@ -150,4 +150,11 @@ def split_timings(timings: StageTimings, parts: int) -> StageTimings:
 def _split_score_timing(timing: ScoreTiming, parts: int) -> ScoreTiming:
     """Divide the replicas; if they do not divide evenly, make each proportionally slower."""
     replicas = max(1, timing.replicas // parts)
-    return replace(timing.scale_duration(replicas * parts / timing.replicas), replicas=replicas)
+    times = replicas * parts / timing.replicas
+    return replace(
+        timing,
+        replicas=replicas,
+        batch_s=timing.batch_s * times,
+        rollout_s=timing.rollout_s * times,
+        token_s=timing.token_s * times,
+    )
