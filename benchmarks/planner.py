@@ -235,7 +235,7 @@ def measure_plan(
         "seconds": round(seconds, 2),
         "placements": sum(1 for _ in planner.estimator.iter_estimated()),
         "step_s": {point.max_staleness: round(point.candidate.step_s, 2) for point in plan.points},
-        "best": plan.best.label if plan.best else "nothing fits",
+        "best": plan.candidates[0].label if plan.points else "nothing fits",
     }
 
 
@@ -285,7 +285,7 @@ def measure_seeds(asked: PlacementProblem, arguments: argparse.Namespace) -> dic
         planned = PlacementPlanner(asked, CostModel(asked)).plan(
             [0], seed=seed, proposals=arguments.proposals
         )
-        step_times.append(planned.best.step_s if planned.best else math.inf)
+        step_times.append(planned.candidates[0].step_s if planned.points else math.inf)
     return {
         "cluster": str(asked.cluster),
         "model": asked.models["policy"].name,
@@ -310,15 +310,16 @@ def measure_gap(
         "lengths": type(asked.workload.lengths).__name__,
         "max_staleness": ahead,
     }
-    if plan.best is None:
+    if not plan.points:
         return row | {"fits": False}
     start_s = time.process_time()
     oracle = ExhaustiveSearch(
         ParallelismChoices(PlacementEstimator(asked, costs), rules=allow_any_split),
         sorted({0, ahead}),
     )
-    _, best_s = oracle.find_best(plan.best.placement)
-    planned_s = planner.estimator.estimate_step_s(plan.best.placement)
+    planned = plan.candidates[0].placement
+    _, best_s = oracle.find_best(planned)
+    planned_s = planner.estimator.estimate_step_s(planned)
     mapped_s = planner.estimator.estimate_step_s(mapped) if mapped else None
     return row | {
         "best_s": round(best_s, 3),

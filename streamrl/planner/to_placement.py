@@ -270,28 +270,23 @@ def make_run_refusal(config: RunConfig, problem: PlacementProblem) -> Callable[[
     """
     pool_cache: dict[tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None] = {}
 
-    def find_cached_pools(placement: Placement) -> PlacementConfig | None:
-        calls = placement.assignments
-        meshes = tuple((stage, assignment.mesh) for stage, assignment in calls.items())
-        key = calls[GENERATE_CALL.stage].grid.tp_size > 1, meshes
-        if key not in pool_cache:
-            pool_cache[key] = find_pools(find_dataflow(placement), placement)
-        return pool_cache[key]
-
     @cache
     def build_dataflow(has_shadow: bool) -> Dataflow:
         critic = replace(config.critic, replicas=int(has_shadow))
         return replace(config, critic=critic).dataflow
 
-    def find_dataflow(placement: Placement) -> Dataflow:
-        return build_dataflow(_has_shadow_critics(placement))
-
     def refuse(placement: Placement) -> str:
-        if not {GENERATE_CALL.stage, "train"} <= placement.assignments.keys():
+        calls = placement.assignments
+        if not {GENERATE_CALL.stage, "train"} <= calls.keys():
             return ""
-        if why := find_size_mismatch(find_dataflow(placement), placement):
+        dataflow = build_dataflow(_has_shadow_critics(placement))
+        if why := find_size_mismatch(dataflow, placement):
             return f"streamrl cannot run it: {why}"
-        pools = find_cached_pools(placement)
+        meshes = tuple((stage, assignment.mesh) for stage, assignment in calls.items())
+        key = calls[GENERATE_CALL.stage].grid.tp_size > 1, meshes
+        if key not in pool_cache:
+            pool_cache[key] = find_pools(dataflow, placement)
+        pools = pool_cache[key]
         if pools is None:
             return f"streamrl cannot run it: {NO_MATCHING_POOLS}"
         return _explain_refused_mode(config, problem, pools)

@@ -99,7 +99,7 @@ def is_expert_tensor(spec: TensorSpec, shape: ModelShape) -> bool:
 
 
 FORWARD_BACKWARD_PASSES = 3
-"""Forward and backward together cost 3 forward passes, without activation checkpointing."""
+"""Cost of forward and backward together, in forward passes, without recomputation."""
 
 
 def count_forward_flops(shape: ModelShape, tokens: float, squared_lengths: float) -> float:
@@ -110,15 +110,6 @@ def count_forward_flops(shape: ModelShape, tokens: float, squared_lengths: float
     """
     attention = 4 * shape.layers * shape.heads * shape.head_dim * squared_lengths
     return 2 * shape.active_matmul_params * tokens + attention
-
-
-def count_token_flops(shape: ModelShape, length: float) -> float:
-    return count_forward_flops(shape, 1.0, length)
-
-
-def train_passes(constants: CostConstants) -> int:
-    """Return the cost of a training pass in forward passes: 3, or 4 with recomputation."""
-    return FORWARD_BACKWARD_PASSES + constants.recompute
 
 
 def compute_achieved_fraction(fraction: float, width: float, constants: CostConstants) -> float:
@@ -382,7 +373,7 @@ class CallCost:
 
     @property
     def forward_token_flops(self) -> float:
-        return count_token_flops(self.shape, self.workload.rollout_tokens)
+        return count_forward_flops(self.shape, 1, self.workload.rollout_tokens)
 
     @property
     def device_params(self) -> int:

@@ -5,11 +5,11 @@ import math
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.planner.costs.call_cost import (
     EXPERT_ALL_TO_ALLS,
+    FORWARD_BACKWARD_PASSES,
     SHARDS_PARAMETERS,
     CallCost,
+    count_forward_flops,
     count_stage_params,
-    count_token_flops,
-    train_passes,
 )
 from streamrl.planner.costs.constants import (
     OPTIMIZER_MEMORY_FRACTION,
@@ -91,7 +91,7 @@ def estimate_generator_timing(cost: CallCost, kv_room_bytes: float) -> Generator
     )
     exchanges = EXPERT_ALL_TO_ALLS * shape.moe_layers * cost.parallel_groups.expert.send_latency_s
     layers = constants.decode_layer_s * shape.layers
-    prompt_flops = count_token_flops(shape, cost.workload.prompt_tokens)
+    prompt_flops = count_forward_flops(shape, 1, cost.workload.prompt_tokens)
     compute = cost.compute_s(2 * shape.active_matmul_params, constants.decode_flops_fraction)
     return GeneratorTiming(
         replicas=cost.dp_size,
@@ -162,12 +162,6 @@ def _compute_exposed_gather_s(cost: CallCost) -> float:
     return ZERO_EXPOSED_FRACTION * traffic_s
 
 
-def estimate_rule_timing(constants: CostConstants) -> ScoreTiming:
-    return ScoreTiming(
-        1, batch=1, batch_s=constants.rule_group_s, rollout_s=constants.rule_rollout_s, token_s=0.0
-    )
-
-
 SHARDS_OPTIMIZER, SHARDS_GRADIENTS = 1, 2
 """ZeRO stages that shard optimizer state and gradients over replicas."""
 
@@ -195,7 +189,7 @@ def estimate_train_timing(cost: CallCost, moving_s: float = 0.0) -> TrainTiming:
     moving_s: time per step to load the training state from the host and to offload it again.
     """
     constants = cost.constants
-    passes = train_passes(constants)
+    passes = FORWARD_BACKWARD_PASSES + constants.recompute
     micro_batches = count_rank_micro_batches(cost)
     bubble = cost.compute_bubble_factor(micro_batches)
     # The backward pass has as many all-reduces as the forward pass, and again as many if it repeats

@@ -28,7 +28,6 @@ from streamrl.planner.costs.call_durations import (
 )
 from streamrl.planner.costs.call_timings import (
     estimate_generator_timing,
-    estimate_rule_timing,
     estimate_score_timing,
     estimate_train_timing,
 )
@@ -110,7 +109,7 @@ class CostModel:
         self._generation_model = cache(
             lambda stage: GenerationModel(self._call_workload(stage).sampled_workload)
         )
-        self._call_duration = cache(self._compute_call_duration)
+        self.call_duration_s = cache(self._compute_call_duration)
         self._call_footprint = cache(self._compute_footprint)
         self._find_misfit = cache(self._compute_misfit)
 
@@ -201,13 +200,6 @@ class CostModel:
         layouts = {(item.mesh, item.grid, item.zero_stage) for item in (host, call)}
         return f"{stage} on {call}: the ranks of {role} compute it, {host}" * (len(layouts) > 1)
 
-    def call_duration_s(self, stage: str, assignment: CallAssignment) -> float:
-        """Return the seconds of a stage's work for a step, with no other stage on its devices.
-
-        The result is inf if the call does not fit.
-        """
-        return self._call_duration(stage, assignment)
-
     def compute_kv_capacity_bytes(self, placement: Placement) -> float:
         """Return the KV cache's bytes on each generating device: as the run sets, or what is free.
 
@@ -221,6 +213,10 @@ class CostModel:
         return self._build_device_memory(placement).compute_kv_cache_bytes(self._generate_stage)
 
     def _compute_call_duration(self, stage: str, assignment: CallAssignment) -> float:
+        """Return the seconds of a stage's work for a step, with no other stage on its devices.
+
+        The result is inf if the call does not fit.
+        """
         free_bytes = self._free_bytes_alone(stage, assignment)
         if free_bytes is None:
             return math.inf
@@ -339,7 +335,8 @@ class CostModel:
         is_hosted: bool = False,
     ) -> ScoreTiming:
         if assignment is None:
-            return estimate_rule_timing(self.constants)
+            group_s, rollout_s = self.constants.rule_group_s, self.constants.rule_rollout_s
+            return ScoreTiming(1, batch=1, batch_s=group_s, rollout_s=rollout_s, token_s=0.0)
         cost = self._call_cost(stage, assignment, is_hosted=is_hosted)
         # A follower gets its weights from the trainer.
         loads_weights = offload_idle and not self._find_source_stage(self._call_by_stage[stage])

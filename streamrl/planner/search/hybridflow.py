@@ -196,12 +196,9 @@ class ParallelismChoices:
         costs, canonical = self.estimator.costs, self.find_canonical_mesh(assignment.mesh)
         if canonical != assignment.mesh:
             return self.compute_alone_duration_s(role, replace(assignment, mesh=canonical))
-        return sum(costs.call_duration_s(s, assignment) for s in self._list_timed_stages(role))
-
-    def _list_timed_stages(self, role: str) -> list[str]:
-        """Return the stages of a role whose times add up; all generating calls run as the first."""
-        stages = self.stages_by_role[role]
-        return stages[:1] if role == self.generator_role else stages
+        # All generating calls run as the first.
+        stages = self.stages_by_role[role][: 1 if role == self.generator_role else None]
+        return sum(costs.call_duration_s(stage, assignment) for stage in stages)
 
     def _compute_min_busy(self, role: str, assignment: CallAssignment, ahead: int) -> float:
         """Return a lower bound of the seconds per step in which a role keeps its devices busy.

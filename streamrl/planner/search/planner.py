@@ -55,13 +55,11 @@ class ExcludedBound:
 class PlanResult:
     """Result of the planner's search.
 
-    best: placement with the shortest step; None if no placement fits.
     candidates: best placement of every kind, shortest step first; if none fits, they say why.
     points: best placement of each staleness bound, in ascending order.
     excluded_bounds: bounds without a placement.
     """
 
-    best: PlacementCandidate | None
     candidates: Sequence[PlacementCandidate]
     points: Sequence[BoundOptimum]
     excluded_bounds: Sequence[ExcludedBound] = ()
@@ -107,12 +105,7 @@ def plan_placement(  # noqa: PLR0913
     bounds = sorted(set(max_staleness))
 
     def make_planner(planned: PlacementProblem) -> PlacementPlanner:
-        return PlacementPlanner(
-            planned,
-            costs_of(planned),
-            rules=rules,
-            on_estimated=on_estimated,
-        )
+        return PlacementPlanner(planned, costs_of(planned), rules=rules, on_estimated=on_estimated)
 
     sub_placements: list[Placement] = []
     for first, sub_problem in iter_sub_problems(problem):
@@ -270,17 +263,9 @@ class PlacementPlanner:
         ]
         points = [outcome for outcome in outcomes if isinstance(outcome, BoundOptimum)]
         excluded = [outcome for outcome in outcomes if isinstance(outcome, ExcludedBound)]
-        best = min(
-            (outcome.candidate for outcome in points),
-            key=lambda outcome: outcome.step_s,
-            default=None,
-        )
         kinds = [self._make_candidate(placement) for placement in self._list_best_of_kinds()]
-        kinds += self._iter_misfits({outcome.label for outcome in kinds})
-        if best is None:
-            return PlanResult(None, kinds, (), excluded)
-        candidates = sorted(kinds, key=lambda outcome: outcome.step_s)
-        return PlanResult(best, candidates, points, excluded)
+        kinds += self._iter_misfits({kind.label for kind in kinds})
+        return PlanResult(sorted(kinds, key=lambda kind: kind.step_s), points, excluded)
 
     def _find_optimum(self, bound: int, *, min_ahead: int) -> BoundOptimum | ExcludedBound:
         """Return the best evaluated placement of a bound, else the reason."""
