@@ -1,7 +1,7 @@
 """Conversion between a run's settings and a placement, and the rules of runnable placements."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -42,7 +42,7 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.config import MIN_POOL_FRACTION, MIXED, PlacementConfig
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import CallAssignment, Placement
-from streamrl.placement.pools import POOL_STRATEGIES, RolePool, has_colocated_actor, lay_out_slots
+from streamrl.placement.pools import POOL_STRATEGIES, has_colocated_actor, lay_out_slots
 from streamrl.planner.costs.cost_model import make_trainer_sizes
 from streamrl.planner.problem.problem import PlacementProblem
 from streamrl.planner.search.hybridflow import SplitRules
@@ -350,8 +350,6 @@ def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | No
     counts = {role: mesh.size for role, mesh in meshes.items()}
     offsets = _compute_mesh_offsets(meshes)
     for option in _iter_pool_options(meshes):
-        if not _pools_cover_overlaps(option.shared_pools, offsets):
-            continue
         is_shared = any(GENERATE_CALL.role in pool for pool in option.shared_pools)
         # A hybrid run has one process per device for generator and policy, so their meshes agree.
         same_mesh = meshes.get(GENERATE_CALL.role) == meshes.get(POLICY)
@@ -363,18 +361,6 @@ def find_pools(dataflow: Dataflow, placement: Placement) -> PlacementConfig | No
         if _compute_mesh_offsets(laid_out) == offsets:
             return option
     return None
-
-
-def _pools_cover_overlaps(pools: Sequence[RolePool], overlaps: Iterable[tuple[str, str]]) -> bool:
-    """Return whether a placement config can express the overlaps: pairs of a common pool.
-
-    overlaps: the pairs of roles with common devices.
-    """
-    pool_of = {role: i for i, pool in enumerate(pools) for role in pool}
-    return all(
-        first == second or (first in pool_of and pool_of[first] == pool_of.get(second))
-        for first, second in overlaps
-    )
 
 
 NAMED_MODES = [PlacementConfig(mode=mode) for mode in ("disaggregated", *POOL_STRATEGIES)]
