@@ -5,6 +5,7 @@ Runs in child processes, because torch.distributed must not be initialized in py
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ def load_rank(
         loaded = []
         for on_meta in (True, False):
             torch.manual_seed(0)
-            module = LOADERS[kind](path, dtype=torch.float32, options=options, on_meta=on_meta)
+            module = LOADERS[kind](
+                path, dtype=torch.float32, options=replace(options, on_meta=on_meta)
+            )
             weights = StoredWeights(module, path) if on_meta else None
             if lora_rank:
                 add_lora_adapters(module, config)

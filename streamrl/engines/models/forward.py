@@ -42,13 +42,15 @@ class ModelLoadOptions:
     tokens, prompt included, by which vLLM selects LongRoPE factors. With max_length None,
     transformers selects the factors by the length of each batch. keeps_layers_on_host: leave the
     model in host memory, for `layer_offload.keep_layers_on_host`. key: config key that names the
-    directory, for messages.
+    directory, for messages. on_meta: leave the tensors in the directory's files on the meta device,
+    for `StoredWeights`; others are computed as usual.
     """
 
     attention: str = "auto"
     max_length: int | None = None
     keeps_layers_on_host: bool = False
     key: str = "model.path"
+    on_meta: bool = False
 
 
 DEFAULT_OPTIONS = ModelLoadOptions()
@@ -65,21 +67,16 @@ class TokenScores(NamedTuple):
 
 
 def load_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    options: ModelLoadOptions = DEFAULT_OPTIONS,
-    on_meta: bool = False,
+    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> PreTrainedModel:
     """Load the causal language model of a Hugging Face directory, in evaluation mode.
 
     Trainers stay in it: with dropout or a router's noise, the trained policy would differ from the
-    sampling policy. With `on_meta`, the tensors in the directory's files stay on the meta device,
-    for `StoredWeights`; others are computed as usual. Raises ConfigError if parameters are missing
-    or misshapen; transformers would initialize them randomly.
+    sampling policy. Raises ConfigError if parameters are missing or misshapen; transformers would
+    initialize them randomly.
     """
     config = read_model_config(path)
-    model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options, on_meta)
+    model, missing = _load_pretrained(AutoModelForCausalLM, path, config, dtype, options)
     _check_complete(path, missing, options)
     mark_whole_logits(model)
     return _move_to_local_device(model, options)
@@ -104,12 +101,7 @@ def load_value_skeleton(path: str) -> PreTrainedModel:
 
 
 def _load_pretrained(
-    auto_class: Any,
-    path: str,
-    config: Any,
-    dtype: torch.dtype,
-    options: ModelLoadOptions,
-    on_meta: bool,
+    auto_class: Any, path: str, config: Any, dtype: torch.dtype, options: ModelLoadOptions
 ) -> tuple[Any, list[str]]:
     """Load a model; return it and its missing parameters."""
     disable_progress_bar()
@@ -124,13 +116,13 @@ def _load_pretrained(
             attn_implementation=choose_attention(config, options.attention),
             output_loading_info=True,
             trust_remote_code=is_trusted(path),
-            device_map={"": "meta"} if on_meta else None,
+            device_map={"": "meta"} if options.on_meta else None,
         )
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         reason = f"cannot be loaded: {get_message(error):.500}"
         raise ConfigError(f"{options.key}={path}: {reason}") from error
     missing = sorted(info["missing_keys"])
-    if on_meta:
+    if options.on_meta:
         _initialize_unstored(model, missing)
     _fix_longrope_factors(model, options.max_length)
     if model.config.get_text_config()._attn_implementation == FLEX_ATTENTION and has_local_gpu():
@@ -204,41 +196,30 @@ def _check_complete(path: str, missing: list[str], options: ModelLoadOptions) ->
 
 
 def load_value_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    options: ModelLoadOptions = DEFAULT_OPTIONS,
-    on_meta: bool = False,
+    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> PreTrainedModel:
     """Load a critic: the directory's model with a value head (a scalar per token) as its only head.
 
     If the directory is a critic's checkpoint, its value head is loaded; otherwise the head starts
-    at 0, so a new critic predicts 0. `on_meta` and ConfigError are those of `load_model`.
+    at 0, so a new critic predicts 0. ConfigError is that of `load_model`.
     """
     config = read_model_config(path, num_labels=1)
-    model, missing = _load_pretrained(
-        AutoModelForTokenClassification, path, config, dtype, options, on_meta
-    )
+    model, missing = _load_pretrained(AutoModelForTokenClassification, path, config, dtype, options)
     head = {n: p for n, p in model.named_parameters() if n.startswith(VALUE_HEADS)}
     _check_complete(path, [name for name in missing if name not in head], options)
     if head.keys() & missing:
-        with torch.no_grad():
-            for parameter in head.values():
-                parameter.zero_()
+        for parameter in head.values():
+            nn.init.zeros_(parameter)
     return _move_to_local_device(model, options)
 
 
 def load_reward_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    options: ModelLoadOptions = DEFAULT_OPTIONS,
-    on_meta: bool = False,
+    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> PreTrainedModel:
     """Load the sequence-classification model of a directory; its head is in the files.
 
     A decoder returns the logits of all tokens, [B, T, 1]: transformers' forward pass would find the
-    last token of a row by the padding. `on_meta` and ConfigError are those of `load_model`.
+    last token of a row by the padding. ConfigError is that of `load_model`.
     """
     config = read_model_config(path)
     config.use_cache = False
@@ -246,7 +227,7 @@ def load_reward_model(
     if sizes.pad_token_id not in range(sizes.vocab_size):
         sizes.pad_token_id = 0  # without one, or with -1, transformers refuses several rows
     model, missing = _load_pretrained(
-        AutoModelForSequenceClassification, path, config, dtype, options, on_meta
+        AutoModelForSequenceClassification, path, config, dtype, options
     )
     _check_complete(path, missing, options)
     if scores_each_token(model):
@@ -338,22 +319,17 @@ def iter_layers(module: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def load_two_headed_model(
-    path: str,
-    *,
-    dtype: torch.dtype,
-    options: ModelLoadOptions = DEFAULT_OPTIONS,
-    on_meta: bool = False,
+    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
 ) -> PreTrainedModel:
     """Load a directory's causal language model and add a value head initialized to 0.
 
-    The value head's parameters have the same names as those of a separate critic. `on_meta` and
-    ConfigError are those of `load_model`.
+    The value head's parameters have the same names as those of a separate critic. ConfigError is
+    that of `load_model`.
     """
-    model = load_model(path, dtype=dtype, options=options, on_meta=on_meta)
+    model = load_model(path, dtype=dtype, options=options)
     add_value_head(model, dtype=dtype, device=get_local_device())
-    with torch.no_grad():
-        for parameter in model.score.parameters():
-            parameter.zero_()
+    for parameter in model.score.parameters():
+        nn.init.zeros_(parameter)
     hidden_states: list[Tensor] = []
 
     def save_hidden(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -1,6 +1,6 @@
 """Weights of a Hugging Face directory, read one tensor or one box of a tensor at a time.
 
-A model on the meta device (`load_model` with `on_meta`) has its structure but no weights. A
+A model on the meta device (`ModelLoadOptions.on_meta`) has its structure but no weights. A
 training backend shards the model there, then each rank reads its boxes: no rank ever holds the
 whole model.
 """

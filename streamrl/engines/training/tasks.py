@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -102,7 +102,8 @@ class ModelTask(ABC):
 
     def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
         """Load the model; with `on_meta` without the weights that its directory stores."""
-        return self.loader(self.model_path, dtype=dtype, options=self.options, on_meta=on_meta)
+        options = replace(self.options, on_meta=on_meta)
+        return self.loader(self.model_path, dtype=dtype, options=options)
 
     @abstractmethod
     def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:

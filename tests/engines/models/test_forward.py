@@ -13,7 +13,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamrl.engines.models import forward
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
-from streamrl.engines.models.forward import compute_token_logprobs, load_model
+from streamrl.engines.models.forward import (
+    ModelLoadOptions,
+    compute_token_logprobs,
+    load_model,
+)
 from streamrl.errors import ConfigError
 from tests.engines.tiny_families import COMMON
 from tests.engines.tiny_qwen import save, tiny_model
@@ -55,7 +59,7 @@ def test_a_model_that_lacks_parameters_is_rejected(tmp_path, on_meta):
         remaining = {name: tensor for name, tensor in tensors.items() if name != missing}
         save_file(remaining | change, path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=r"model\.path=.*(lacks 1 parameters|mismatch)"):
-            load_model(str(path), dtype=torch.float32, on_meta=on_meta)
+            load_model(str(path), dtype=torch.float32, options=ModelLoadOptions(on_meta=on_meta))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.engines.checkpoint import sharded_state
-from streamrl.engines.models.forward import load_model
+from streamrl.engines.models.forward import ModelLoadOptions, load_model
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.training.model_trainer import write_hf_model
 from streamrl.files.hf_config import WEIGHTS_FILE, WEIGHTS_INDEX, list_weight_files
@@ -120,7 +120,7 @@ def test_no_rank_ever_holds_the_whole_model(
 
 def test_one_converted_tensor_is_in_memory_at_a_time_although_all_are_listed(tmp_path: Path):
     make_architecture("qwen3_moe", tmp_path, seed=1)
-    module = load_model(str(tmp_path), dtype=torch.float32, on_meta=True)
+    module = load_model(str(tmp_path), dtype=torch.float32, options=ModelLoadOptions(on_meta=True))
     converted: list[weakref.ref[torch.UntypedStorage]] = []
     for stored in list(StoredWeights(module, str(tmp_path)).iter_tensors()):
         converted.append(weakref.ref(stored.read().untyped_storage()))
