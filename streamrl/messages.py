@@ -301,6 +301,13 @@ class Rollout:
         return self.token_ids[int(np.argmax(self.loss_mask)) :]
 
 
+def make_empty_rollout(prompt_ids: Array) -> Rollout:
+    """Return a rollout of tokens that the policy did not sample, such as a prompt, int32 [P]."""
+    return Rollout.from_single_turn(
+        prompt_ids, [], logprobs=[], versions=[], finish_reason=FinishReason.ABORT
+    )
+
+
 def derive_seed(text: str, *, digest_size: int = 4) -> int:
     """Return a seed that depends on the text only; with a digest of 4 bytes, 0 to 2^31 - 1."""
     digest = hashlib.blake2b(text.encode(), digest_size=digest_size).digest()

@@ -46,6 +46,7 @@ from streamrl.messages import (
     Rollout,
     columns_to_rollouts,
     derive_continuation_seed,
+    make_empty_rollout,
     make_rollout_seeds,
     rollouts_to_columns,
 )
@@ -53,13 +54,6 @@ from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
 from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_weights
 from streamrl.weights.transport import estimate_send_s
-
-
-def make_empty_rollout(prompt_ids: Array) -> Rollout:
-    """Return a rollout of a prompt, int32 [P], without sampled tokens."""
-    return Rollout.from_single_turn(
-        prompt_ids, [], logprobs=[], versions=[], finish_reason=FinishReason.ABORT
-    )
 
 
 def extend_rollout(rollout: Rollout, sampled: SampledSequence) -> Rollout:

@@ -63,6 +63,7 @@ from streamrl.messages import (
     derive_continuation_seed,
     derive_seed,
     describe_prompt,
+    make_empty_rollout,
     rollouts_to_columns,
 )
 from streamrl.rewards.interface.completion import encode_conversations
@@ -185,7 +186,7 @@ class EpisodeTokens:
         self._open_sample(prompt_ids)
 
     def _open_sample(self, prompt_ids: Array) -> None:
-        self._rollout = _make_masked(prompt_ids)
+        self._rollout = make_empty_rollout(prompt_ids)
         self._source = np.full(len(prompt_ids), TokenSource.PROMPT, np.int8)
         self._turn_ends: list[int] = []
 
@@ -242,7 +243,7 @@ class EpisodeTokens:
     def append_bridge(self, bridge: BridgeTokens) -> None:
         """Append what lies between two turns: scaffold and observation."""
         count = len(bridge.token_ids)
-        self._append(_make_masked(bridge.token_ids), 0, TokenSource.SCAFFOLD)
+        self._append(make_empty_rollout(bridge.token_ids), 0, TokenSource.SCAFFOLD)
         self._source[-count:][bridge.is_observation] = TokenSource.OBSERVATION
 
     def _append(self, rollout: Rollout, start: int, source: TokenSource) -> None:
@@ -264,18 +265,6 @@ class EpisodeTokens:
             replace(sample, rollout=replace(sample.rollout, finish_reason=reason))
             for sample in samples
         ]
-
-
-def _make_masked(token_ids: Array) -> Rollout:
-    """Return tokens that the policy did not sample as the beginning of a rollout."""
-    count = len(token_ids)
-    return Rollout(
-        token_ids=token_ids,
-        loss_mask=np.zeros(count, np.bool_),
-        generator_logprobs=np.zeros(count, np.float32),
-        policy_version=np.full(count, -1, np.int32),
-        finish_reason=FinishReason.ABORT,
-    )
 
 
 def _count_common_tail(first: Array, second: Array) -> int:
@@ -590,7 +579,6 @@ class EpisodeDriver:
         seeds: Sequence[int],
         environment_seed: int,
         compute: ComputeContext,
-        sampling: Any = None,
         on_finished: Callable[[], None] = lambda: None,
     ) -> Columns:
         """Run an episode per seed, side by side; return ROLLOUT_COLUMNS and EPISODE_COLUMNS.
@@ -598,7 +586,6 @@ class EpisodeDriver:
         If an episode may have several samples, EPISODE_COLUMN is among the columns.
 
         environment_seed: seed of the environment, equal for all episodes of the group.
-        sampling: settings of the engine; None: those of the run.
         on_finished: called once for each episode that ended.
 
         An episode whose environment fails is run again, with the environment's seed and another one
@@ -607,7 +594,7 @@ class EpisodeDriver:
         errors of the engine.
         """
         self._num_groups += 1
-        group = environment_seed, self._num_groups, compute, self.meter, sampling
+        group = environment_seed, self._num_groups, compute, self.meter
         requests = [EpisodeRequest(prompt, index, seed, *group) for index, seed in enumerate(seeds)]
         episodes, failures = await self._run_all(requests, on_finished)
         if failures:
@@ -626,7 +613,8 @@ class EpisodeDriver:
         """Run the episodes of an evaluation, which do not count in `self.meter`.
 
         Returns the columns of those whose environment did not fail, and the first failure, "" if
-        there is none. Raises as `run_group` does, EpisodeError if all fail.
+        there is none. sampling: settings of the engine; None: those of the run. Raises as
+        `run_group` does, EpisodeError if all fail.
         """
         self._num_groups += 1
         group = environment_seed, self._num_groups, compute, EpisodeMeter(), sampling

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.engines.generation.generation_engine import make_empty_rollout
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.messages import FinishReason, Rollout
+from streamrl.messages import FinishReason, Rollout, make_empty_rollout
 from tests.engines.flight import SHORT, start_engine
 from tests.engines.tiny_qwen import endless_model, prompt, save, weights_of, worst_error
 
