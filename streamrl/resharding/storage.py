@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from streamrl.resharding.boxes import TensorBox
-from streamrl.resharding.layouts import TensorShard
+from streamrl.resharding.layouts import ShardPiece, TensorShard
 
 
 class ShardStorage:
@@ -71,18 +71,14 @@ def create_from_buffers(
     """
     return ShardStorage(
         {
-            tensor: [
-                (
-                    piece.box,
-                    buffers[tensor].as_strided(
-                        piece.box.shape,
-                        piece.strides,
-                        buffers[tensor].storage_offset() + piece.offset,
-                    ),
-                )
-                for piece in shard.pieces
-            ]
+            tensor: [(piece.box, view_piece(buffers[tensor], piece)) for piece in shard.pieces]
             for tensor, shard in shards.items()
         },
         version=version,
     )
+
+
+def view_piece(stored: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+    """Return a view of the elements of a contiguous box, given the tensor that stores its shard."""
+    offset = int(stored.storage_offset()) + piece.offset
+    return stored.as_strided(piece.box.shape, piece.strides, offset)

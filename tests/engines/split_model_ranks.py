@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from streamrl.distributed.devices import get_local_device
 from streamrl.distributed.process_group import join_process_group
-from streamrl.engines.checkpoint.sharded_state import view_piece
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.chunked_head import run_scoring_forward
 from streamrl.engines.models.forward import (
@@ -34,6 +33,7 @@ from streamrl.engines.models.packed_rows import enable_packing, join_sequence_gr
 from streamrl.engines.models.tensor_parallel import parallelize_layers
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.training_backend import TrainingBackend, make_backend
+from streamrl.resharding.storage import view_piece
 from tests.engines.tiny_families import WidestTensor, make_model, make_rows
 
 WORLD = 4

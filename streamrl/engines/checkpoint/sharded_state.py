@@ -29,7 +29,8 @@ from streamrl.distributed.devices import GPU, get_gpu_rng_state, set_gpu_rng_sta
 from streamrl.errors import CheckpointError
 from streamrl.files.bounded_read import parse_json, read_small_json
 from streamrl.resharding.boxes import TensorBox, subtract_boxes
-from streamrl.resharding.layouts import ShardPiece, TensorShard
+from streamrl.resharding.layouts import TensorShard
+from streamrl.resharding.storage import view_piece
 
 PROGRESS_FILE = "trainer.json"
 VALUE_KIND, MOMENT_KINDS = "value", ("exp_avg", "exp_avg_sq")
@@ -276,12 +277,6 @@ class StateReader:
                 f"{self._directory} lacks {kind} of {shard.tensor}{missing[0]}: it was written for"
                 " another model, or is incomplete"
             )
-
-
-def view_piece(stored: Tensor, piece: ShardPiece) -> Tensor:
-    """Return a view of the elements of a contiguous box, given the tensor that stores its shard."""
-    offset = int(stored.storage_offset()) + piece.offset
-    return stored.as_strided(piece.box.shape, piece.strides, offset)
 
 
 def _make_rng_path(directory: Path, rank: int) -> Path:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.distributed.process_group import leave_process_group
-from streamrl.engines.checkpoint.sharded_state import ParameterFragment, view_piece
+from streamrl.engines.checkpoint.sharded_state import ParameterFragment
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.activation_checkpointing import iter_chunked_mlps
 from streamrl.engines.models.forward import iter_layers
@@ -39,7 +39,7 @@ from streamrl.engines.trainer_config import (
 )
 from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
 from streamrl.resharding.layouts import TensorShard, create_tensor_shard, create_whole_shard
-from streamrl.resharding.storage import ShardStorage
+from streamrl.resharding.storage import ShardStorage, view_piece
 from streamrl.resharding.tensor_specs import TensorSpec
 from streamrl.weights.parameters import group_for_fusion, order_for_fusion
 
