@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from streamrl.resharding.boxes import TensorBox, count_elements, iter_flat_boxes
+from streamrl.resharding.boxes import TensorBox, iter_flat_boxes
 from streamrl.resharding.grids import RankAssignment
 from streamrl.resharding.tensor_specs import (
     ModelSpec,
@@ -143,13 +143,6 @@ class ModelLayout:
         """Return the boxes of a tensor that a rank stores; empty if none."""
         shard = self.shards.get(rank, {}).get(tensor)
         return shard.boxes if shard else []
-
-    def count_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank stores."""
-        sizes = self.model.itemsizes
-        return sum(
-            count_elements(s.boxes) * sizes[s.tensor] for s in self.shards.get(rank, {}).values()
-        )
 
 
 def create_layout(model: ModelSpec, assignment: RankAssignment) -> ModelLayout:

@@ -45,14 +45,8 @@ class ShardPattern:
     """
 
     tensors: tuple[str, ...]
-    itemsize: int
     source_boxes: Mapping[int, tuple[TensorBox, ...]]
     target_boxes: Mapping[int, tuple[TensorBox, ...]]
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of an element, summed over all tensors of the pattern."""
-        return self.itemsize * len(self.tensors)
 
     def group_receivers(self, ranks: Iterable[int]) -> dict[tuple[TensorBox, ...], list[int]]:
         """Group ranks by the target boxes that they need, leaving out ranks that need none."""
@@ -126,11 +120,9 @@ def find_patterns(source: ModelLayout, target: ModelLayout) -> list[ShardPattern
             shard_forms.list_forms(target, spec.name),
         )
         tensors_by_key.setdefault(key, []).append(spec.name)
-    sizes = target.model.itemsizes
     return [
         ShardPattern(
             tuple(tensors),
-            sizes[tensors[0]],
             _group_boxes_by_rank(source, tensors[0]),
             _group_boxes_by_rank(target, tensors[0]),
         )
@@ -242,7 +234,6 @@ class CopyPlan:
 
     source: ModelLayout
     target: ModelLayout
-    cluster: NodeTopology
     moves: Mapping[str, MovesByRank]
 
     @property
@@ -324,7 +315,7 @@ def plan_copies(source: ModelLayout, target: ModelLayout, cluster: NodeTopology)
             sent.update(pattern_sent)
         else:
             moves[spec.name] = _assign_sources(needs[pattern], spec.itemsize, cluster, sent)
-    return CopyPlan(source, target, cluster, moves)
+    return CopyPlan(source, target, moves)
 
 
 def plan_gather(

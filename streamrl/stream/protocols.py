@@ -168,9 +168,9 @@ class StepResult:
     """Result of the training step of `version`.
 
     `results_by_role` has the result of each trained model. `adaptive_params` are the values used.
-    `started_at` and `ended_at` are Unix times, s. `queue_stats` and `ledger_counts` are as of the
-    end of the step, when the ledger was checked against the queue. `is_repeated`: the run log has
-    the step, which a predecessor of this process trained after the last checkpoint.
+    `ended_at` is a Unix time, s. `queue_stats` and `ledger_counts` are as of the end of the step,
+    when the ledger was checked against the queue. `is_repeated`: the run log has the step, which a
+    predecessor of this process trained after the last checkpoint.
     """
 
     version: int
@@ -179,7 +179,6 @@ class StepResult:
     adaptive_params: Mapping[str, float]
     queue_stats: ShardStats
     ledger_counts: LedgerCounts
-    started_at: float
     ended_at: float
     filter_tally: FilterTally = field(default_factory=FilterTally)
     is_repeated: bool = False

@@ -218,7 +218,7 @@ async def train_step(
     If a predecessor of this process trained the step after the last checkpoint, the run log has the
     step, and the same micro-batches are trained again.
     """
-    version, started_at = run_state.admission.version, time.time()
+    version = run_state.admission.version
     recorded = run_state.run_log.steps_to_replay.get(version)
     adaptive_params = run_state.adaptive_params.state_dict()
     for trainer in trainers.values():
@@ -276,7 +276,6 @@ async def train_step(
         adaptive_params,
         stats,
         counts,
-        started_at,
         time.time(),
         filter_tally,
         is_repeated=recorded is not None,

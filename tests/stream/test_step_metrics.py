@@ -65,9 +65,7 @@ def facts(**changes: object) -> StepFacts:
     values |= changes
     names = {field.name for field in fields(StepResult)}
     step = {name: values.pop(name) for name in names & values.keys()}
-    outcome = StepResult(
-        **step, results_by_role={}, adaptive_params={}, started_at=0.0, ended_at=14.0
-    )
+    outcome = StepResult(**step, results_by_role={}, adaptive_params={}, ended_at=14.0)
     return StepFacts(outcome, **values)
 
 

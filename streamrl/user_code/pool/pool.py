@@ -208,10 +208,6 @@ class ProcessPool(Generic[ProcessT]):
     def _make_start_error(self, reason: str) -> WorkerCrashError:
         return WorkerCrashError(f"worker does not start: {reason}")
 
-    @property
-    def num_claims(self) -> int:
-        return sum(process.num_claims for process in self.processes)
-
     async def claim(self, *, exclusive: bool = False) -> PooledProcess[ProcessT]:
         """Wait for a process with room; return the one with the fewest claims.
 

@@ -74,7 +74,6 @@ def finish_step(version: int, ended_at: float, *, uid: str = "a") -> StepResult:
         adaptive_params={},
         queue_stats=ShardStats({}, 0, 0.0, (), {}),
         ledger_counts=LedgerCounts(1, 1, 0, 0, 0, ()),
-        started_at=0.0,
         ended_at=ended_at,
     )
 
