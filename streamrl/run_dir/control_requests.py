@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -106,14 +106,7 @@ class ScaleRequestInbox:
         shutil.rmtree(closed, ignore_errors=True)
 
 
-def request_scale(
-    run_dir: Path,
-    counts: Mapping[str, int],
-    *,
-    timeout_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> ScaleAnswer:
+def request_scale(run_dir: Path, counts: Mapping[str, int], *, timeout_s: float) -> ScaleAnswer:
     """Ask a running run to change the numbers of replicas by role, and wait for the answer.
 
     Raises ConfigError if the run does not take the request within TAKE_TIMEOUT_S (the request is
@@ -126,11 +119,11 @@ def request_scale(
     request_path, taken_path, answer_path = (
         folder / f"{name}{kind}" for kind in (_REQUEST_SUFFIX, _TAKEN_SUFFIX, _ANSWER_SUFFIX)
     )
-    started = clock()
+    started = time.monotonic()
     try:
         write_atomic(request_path, json.dumps({"counts": dict(counts)}))
         while not answer_path.exists():
-            waited_s = clock() - started
+            waited_s = time.monotonic() - started
             if waited_s > TAKE_TIMEOUT_S and _withdraw_request(request_path):
                 text = f"{run_dir}: no answer within {TAKE_TIMEOUT_S:g} s: the run is not running"
                 raise ConfigError(text)
@@ -141,7 +134,7 @@ def request_scale(
                     f"{run_dir}: no answer within {timeout_s:g} s; the change may still"
                     " happen: see events.jsonl"
                 )
-            sleep(POLL_INTERVAL_S)
+            time.sleep(POLL_INTERVAL_S)
         with wrap_file_errors(answer_path):
             return msgspec.convert(read_small_json(answer_path), ScaleAnswer)
     except FileNotFoundError:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -48,17 +48,11 @@ class TraceSink(MetricsSink):
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        resume: bool = False,
-        most_bytes: float = math.inf,
-        clock: Callable[[], float] = time.time,
+        self, run_dir: Path, *, resume: bool = False, most_bytes: float = math.inf
     ) -> None:
         self._path = run_dir / TRACE_FILE
         self._max_part_bytes = most_bytes / 2
         self._is_resumed = resume
-        self._clock = clock
         self._file: FileIO | None = None
         self._end_offset = 0
         self._pids: dict[str, int] = {}
@@ -147,7 +141,7 @@ class TraceSink(MetricsSink):
 
     def _make_instant_event(self, name: str, scope: str, args: EventFields) -> dict[str, Any]:
         """Return a mark in the trace at the present time; scope "g" is global, "p" a process."""
-        ids, ts = self._get_thread_ids(_RUN_PROCESS, 0), _to_microseconds(self._clock())
+        ids, ts = self._get_thread_ids(_RUN_PROCESS, 0), _to_microseconds(time.time())
         return {"ph": "i", "name": name, **ids, "ts": ts, "s": scope, "args": to_json_fields(args)}
 
     def _append_events(self, events: list[dict[str, Any]]) -> None:

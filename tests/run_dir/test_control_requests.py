@@ -3,12 +3,16 @@
 import errno
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from streamrl.errors import ConfigError, DiskError
+from streamrl.run_dir import control_requests
 from streamrl.run_dir.control_requests import (
     REQUESTS_FOLDER,
     TAKE_TIMEOUT_S,
@@ -36,7 +40,9 @@ class PollingClock:
 
 def send_request(run_dir: Path, run: Callable[[float], object], **counts: int) -> ScaleAnswer:
     clock = PollingClock(run)
-    return request_scale(run_dir, counts, timeout_s=100.0, clock=clock, sleep=clock.sleep)
+    polled = SimpleNamespace(monotonic=clock, sleep=clock.sleep, time_ns=time.time_ns)
+    with mock.patch.object(control_requests, "time", polled):
+        return request_scale(run_dir, counts, timeout_s=100.0)
 
 
 def open_inbox(run_dir: Path) -> ScaleRequestInbox:

@@ -3,10 +3,12 @@ import json
 import os
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from streamrl.errors import ConfigError, DiskError
+from streamrl.telemetry import chrome_trace
 from streamrl.telemetry.chrome_trace import (
     EARLIER_TRACE_FILE,
     TRACE_FILE,
@@ -30,8 +32,9 @@ def events(run_dir, phase):
 
 
 @pytest.fixture
-def sink(tmp_path):
-    sink = TraceSink(tmp_path, clock=ManualClock(104.0))
+def sink(tmp_path, monkeypatch):
+    monkeypatch.setattr(chrome_trace, "time", SimpleNamespace(time=ManualClock(104.0)))
+    sink = TraceSink(tmp_path)
     sink.start({})
     return sink
 
@@ -105,7 +108,7 @@ def test_a_full_disk_raises_and_leaves_a_readable_trace(sink, tmp_path):
 
 
 def long_run(run_dir, *, steps, most_bytes):
-    sink = TraceSink(run_dir, clock=ManualClock(104.0), most_bytes=most_bytes)
+    sink = TraceSink(run_dir, most_bytes=most_bytes)
     sink.start({})
     for step in range(steps):
         start_s = 100.0 + step

@@ -103,7 +103,7 @@ def write_run(
     config = replace(config, run=replace(config.run, steps=steps))
     (run_dir / "config.yaml").write_text(dump_config(config))
     now = EPOCH_S
-    rows, trace = JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir, clock=lambda: now)
+    rows, trace = JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir)
     sinks: list[MetricsSink] = [rows, trace]
     for sink in sinks:
         sink.start(asdict(config))
