@@ -143,8 +143,6 @@ class Cluster:
     node_groups: tuple[NodeGroup, ...]
 
     def __post_init__(self) -> None:
-        if not self.node_groups:
-            raise ConfigError("the cluster has no nodes")
         if self.num_devices > MAX_DEVICES:
             raise ConfigError(f"{self.num_devices} devices: must be at most {MAX_DEVICES}")
 
@@ -182,9 +180,6 @@ class Cluster:
         return [0, *accumulate(group.num_devices for group in self.node_groups)][:-1]
 
     def find_node_group(self, device: int) -> NodeGroup:
-        """Return the node group of a device. Raise IndexError for a device outside the cluster."""
-        if not 0 <= device < self.num_devices:
-            raise IndexError(f"device {device} of {self.num_devices}")
         return self.node_groups[bisect_right(self.group_starts, device) - 1]
 
     def find_node(self, device: int) -> int:

@@ -20,12 +20,6 @@ class Mesh:
     first: int
     size: int
 
-    def __post_init__(self) -> None:
-        if self.first < 0 or self.size < 1:
-            raise ConfigError(
-                f"mesh of {self.size} devices from {self.first}: must be 1 or more, from 0 or later"
-            )
-
     @property
     def devices(self) -> range:
         return range(self.first, self.first + self.size)
