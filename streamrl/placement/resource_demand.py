@@ -55,10 +55,6 @@ class ClusterCapacity:
     memory_gib: float = math.inf
 
 
-def sum_cpus(demands: Sequence[ResourceDemand]) -> int:
-    return sum(demand.requested_cpus for demand in demands)
-
-
 @dataclass(frozen=True)
 class PlacementDecision:
     """Placement mode chosen for a run; `note` explains a mode other than the first choice."""

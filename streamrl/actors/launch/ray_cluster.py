@@ -28,7 +28,6 @@ from streamrl.placement.resource_demand import (
     PlacementDecision,
     PlacementOption,
     choose_mode,
-    sum_cpus,
 )
 
 GIB = 1 << 30
@@ -121,8 +120,8 @@ def _start_instance(
     gpus = count_local_gpus()
     options = make_options(gpus > 0)
     best = next(iter(options.values()))
-    cpus_needed = 0 if isinstance(best, str) else sum_cpus(best)
-    cpus = placement.cpus or max(cpus_needed, os.cpu_count() or 1)
+    needed = [] if isinstance(best, str) else [demand.requested_cpus for demand in best]
+    cpus = placement.cpus or max(sum(needed), os.cpu_count() or 1)
     choose_mode(options, ClusterCapacity(cpus, gpus, psutil.virtual_memory().total / GIB))
     with start_local_ray(cpus, placement.object_store_mb << 20):
         yield
