@@ -418,13 +418,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
             num_loss_tokens=sampled.size,
             version_tokens=tuple(_count_versions(sampled)),
             num_turns=int(columns["num_turns"].sum()) if "num_turns" in columns else 0,
-            samples=_count_samples(columns),
+            samples=tuple(count_samples(columns).tolist()) if EPISODE_COLUMN in columns else (),
         )
-
-
-def _count_samples(columns: Columns) -> tuple[int, ...]:
-    episodes = columns.get(EPISODE_COLUMN)
-    return () if episodes is None else tuple(np.bincount(episodes).tolist())
 
 
 def _count_versions(sampled: Array) -> Iterator[tuple[int, int]]:
