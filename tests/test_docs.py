@@ -66,7 +66,7 @@ def test_examples_of_custom_rewards_build(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(entries) == 2
     for entry in entries:
         settings = OmegaConf.create("model: {path: m}\ndata: {train: d}\n" + entry)
-        config = build_config(settings, source="own_reward.md")
+        config = build_config(RunConfig, settings, (), "own_reward.md", skips_dry_run=False)
         build_rewards(config.rewards, RewardContext(config.scorer))
 
 

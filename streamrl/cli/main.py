@@ -47,9 +47,6 @@ MOVED_COMMANDS = {
 }
 """Commands of earlier versions, with what replaces them."""
 
-FORKING_COMMANDS = ("train",)
-"""Commands that fork their workers, see `streamrl.actors.launch.fork_server`."""
-
 
 class OneLineParser(argparse.ArgumentParser):
     """Argument parser that prints errors on one line, in words of this package."""
@@ -102,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The caller closed stdout, as with `>&-`.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     is_help = bool({"-h", "--help"} & set(arguments))
-    forks = command in FORKING_COMMANDS and not is_help and not is_serving()
+    # Its workers are forked, see `streamrl.actors.launch.fork_server`.
+    forks = command == "train" and not is_help and not is_serving()
     if forks:
         # Start first: the server imports the workers' libraries in parallel with this process.
         start_fork_server()

@@ -31,19 +31,14 @@ def count_actors(config: RunConfig) -> dict[str, tuple[str, int]]:
         ranks = count_ranks_per_replica(config, role)
         times = f" * {facts.ranks or 'the world_size of its model'}" * (ranks > 1)
         setting = f"{facts.replicas}{times}"
-        counts[role] = setting, count_replicas(config, role) * ranks
+        replicas: int | None = attrgetter(facts.replicas)(config)
+        counts[role] = setting, (1 if replicas is None else replicas) * ranks
     counts[POLICY] = ("trainer.world_size", config.trainer.world_size)
     if config.placement.is_hybrid:
         counts[GENERATE_CALL.role] = counts[POLICY]
     for role in {CRITIC, COST_CRITIC} & roles.keys():
         counts[role] = ("critic.trainer.world_size", config.get_trainer_config(role).world_size)
     return {role: counts[role] for role in roles}
-
-
-def count_replicas(config: RunConfig, role: str) -> int:
-    """Return the number of copies of a serving role's model, or of its workers."""
-    replicas: int | None = attrgetter(SERVING_ROLES[role].replicas)(config)
-    return 1 if replicas is None else replicas
 
 
 def count_ranks_per_replica(config: RunConfig, role: str) -> int:

@@ -397,9 +397,6 @@ class RunConfig(ConfigSections):
 # Checks across sections, of settings that are valid alone and contradict each other. Each raises
 # ConfigError with the setting, its value and the rule.
 
-MODEL_FREE_CALLS = (GENERATE_CALL, REWARD_CALL, COST_CALL)
-"""Calls of roles other than trained ones that have no model of their own to score with."""
-
 
 def _iter_conflicts(config: RunConfig) -> Iterator[Conflict]:
     yield from _iter_size_conflicts(config)
@@ -499,7 +496,7 @@ def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
         "averaging LoRA factors does not average the models; with"
         f" trainer.lora_rank={config.trainer.lora_rank} reference.decay must be 0",
     )
-    without_model = {*config.dataflow.trained_roles, *(c.role for c in MODEL_FREE_CALLS)}
+    without_model = {*config.dataflow.trained_roles, GENERATE_CALL.role, *REWARD_ROLES}
     reward_models = [entry for entry in (*config.rewards, *config.costs) if entry.kind == "model"]
     has_model = config.dataflow.calls_by_role.keys() - without_model or reward_models
     yield (
@@ -659,9 +656,8 @@ def load_config(
     skips_dry_run: skip the algorithm's dry run, because it passed when the run started. Raises a
     one-line ConfigError with key, value and rule, or with the nearest valid key.
     """
-    return build_config(
-        _read_config_file(path), overrides, source=str(path), skips_dry_run=skips_dry_run
-    )
+    settings = _read_config_file(path)
+    return build_config(RunConfig, settings, overrides, str(path), skips_dry_run=skips_dry_run)
 
 
 def load_sections(path: Path | None, overrides: Sequence[str] = ()) -> ConfigSections:
@@ -671,26 +667,27 @@ def load_sections(path: Path | None, overrides: Sequence[str] = ()) -> ConfigSec
     checks across sections.
     """
     settings = OmegaConf.create({}) if path is None else _read_config_file(path)
-    for override in overrides:
-        _apply_override(settings, override)
-    with _name_source(str(path), overrides):
-        sections = parse_settings(ConfigSections, settings)
-    _make_paths_absolute(sections)
-    return sections
+    return build_config(ConfigSections, settings, overrides, str(path), skips_dry_run=True)
 
 
 def build_config(
-    settings: DictConfig, overrides: Sequence[str] = (), *, source: str, skips_dry_run: bool = False
-) -> RunConfig:
-    """Build a checked RunConfig from settings in YAML's structure and key=value overrides.
+    kind: type[ConfigT],
+    settings: DictConfig,
+    overrides: Sequence[str],
+    source: str,
+    *,
+    skips_dry_run: bool,
+) -> ConfigT:
+    """Build a RunConfig, or sections without checks across, from settings in YAML's structure.
 
-    source: file that gave the settings, for errors. skips_dry_run: skip the algorithm's dry run.
+    overrides: key=value each. source: file that gave the settings, for errors. skips_dry_run: skip
+    the algorithm's dry run.
     """
     for override in overrides:
         _apply_override(settings, override)
     with _name_source(source, overrides):
-        config = parse_settings(RunConfig, settings)
-        if not skips_dry_run:
+        config = parse_settings(kind, settings)
+        if isinstance(config, RunConfig) and not skips_dry_run:
             check_algorithm(config)
     _make_paths_absolute(config)
     return config

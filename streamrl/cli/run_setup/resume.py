@@ -69,16 +69,6 @@ def claim_new_run(config: RunConfig, claim: RunDirClaim) -> None:
         raise ConfigError(f"{error}, or choose another run.name") from None
 
 
-def claim_run(config: RunConfig, resume: ResumePoint | None, claim: RunDirClaim) -> RunDirClaim:
-    """Lock the directory that a new run or a fork replaces, unless `claim` already holds a lock.
-
-    Returns `claim`.
-    """
-    if claim.run_lock is None and (resume is None or is_fork(config, resume)):
-        claim_new_run(config, claim)
-    return claim
-
-
 def _print_status(text: str) -> None:
     print(f"streamrl: {text}", file=sys.stderr, flush=True)
 

@@ -23,7 +23,7 @@ from streamrl.actors.launch.ray_cluster import connect_cluster, get_object_store
 from streamrl.actors.launch.serving_check import probe_serving
 from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import Ledger
-from streamrl.cli.run_setup.resume import RunDirClaim, claim_new_run, claim_run, is_fork
+from streamrl.cli.run_setup.resume import RunDirClaim, claim_new_run, is_fork
 from streamrl.cli.run_setup.signals import (
     INTERRUPTS,
     catch_first_interrupt,
@@ -171,7 +171,9 @@ def train(
     preload_wandb(config.telemetry.wandb)
     with uninterrupted_exit_stack() as exit_stack, INTERRUPTS.preferred():
         INTERRUPTS.install()
-        claim = claim_run(config, origin, claim or RunDirClaim())
+        claim = claim or RunDirClaim()
+        if claim.run_lock is None and (origin is None or is_fork(config, origin)):
+            claim_new_run(config, claim)
         exit_stack.callback(claim.release)
         progress.describe("asking vLLM for the model")
         check_served = exit_stack.enter_context(probe_serving(config, prepared.max_length))
