@@ -132,8 +132,6 @@ class Dataflow:
     def __init__(self, calls: Iterable[ModelCall]) -> None:
         self.calls = tuple(calls)
         self._producers = {column: call for call in self.calls for column in call.produces}
-        trainings = (call for call in self.calls if call.kind is CallKind.TRAIN)
-        self._trainers = {call.role: call for call in trainings}
         for call in self.calls:
             for column in call.needs:
                 if column not in self._producers:
@@ -172,7 +170,7 @@ class Dataflow:
     def graph(self) -> "nx.DiGraph[str]":
         """Graph with stages as nodes and, on each edge, the `columns` that flow along it."""
         graph: nx.DiGraph[str] = nx.DiGraph()
-        graph.add_nodes_from((call.stage, {"call": call}) for call in self.calls)
+        graph.add_nodes_from(call.stage for call in self.calls)
         for call in self.calls:
             for column in call.needs:
                 source = self._producers[column].stage
@@ -181,16 +179,13 @@ class Dataflow:
                 graph.edges[source, call.stage]["columns"].append(column)
         return graph
 
-    @property
-    def stages(self) -> list[str]:
-        """Stage names in topological order; ties keep the order of declaration."""
-        order = {call.stage: i for i, call in enumerate(self.calls)}
-        return list(nx.lexicographical_topological_sort(self.graph, key=order.__getitem__))
-
     @cached_property
     def ordered_calls(self) -> tuple[ModelCall, ...]:
+        """Calls in topological order; ties keep the order of declaration."""
         by_stage = {call.stage: call for call in self.calls}
-        return tuple(by_stage[stage] for stage in self.stages)
+        order = list(by_stage).index
+        stages = nx.lexicographical_topological_sort(self.graph, key=order)
+        return tuple(by_stage[stage] for stage in stages)
 
     def select_calls(self, kind: CallKind) -> list[ModelCall]:
         return [call for call in self.ordered_calls if call.kind is kind]
@@ -216,11 +211,12 @@ class Dataflow:
         Only the first call of a following role counts: later calls run after the first, with the
         same version.
         """
+        trainers = {call.role: call for call in self.select_calls(CallKind.TRAIN)}
         graph, holds = self.graph, {c.stage: (c.role, c.followed_role) for c in self.calls}
         # The policy's trainer publishes the moving reference, too.
         publishers = {EMA_REFERENCE: POLICY}
         return [
-            (self._trainers[publishers.get(call.followed_role, call.followed_role)], call)
+            (trainers[publishers.get(call.followed_role, call.followed_role)], call)
             for call in self.ordered_calls
             if call.followed_role
             and all(holds[s] != holds[call.stage] for s in nx.ancestors(graph, call.stage))

@@ -115,7 +115,7 @@ def test_calls_after_a_filter_wait_for_its_decision():
     ungated, gated = (
         build_dataflow(columns, has_filter=has_filter) for has_filter in (False, True)
     )
-    assert set(gated.stages) == set(ungated.stages)
+    assert set(gated.graph) == set(ungated.graph)
     for call in gated.calls:
         (before,) = [candidate for candidate in ungated.calls if candidate.stage == call.stage]
         waits = call.stage in ("greedy", "baseline", "cost", "reference", "value", "cost_value")
@@ -186,7 +186,7 @@ def unroll_steps(flow: Dataflow, steps: int, max_staleness: int) -> "nx.DiGraph[
     """Return the waits of some steps: data within a step, training in order, versions in time."""
     waits: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
     for i in range(steps):
-        waits.add_nodes_from((i, stage) for stage in flow.stages)
+        waits.add_nodes_from((i, stage) for stage in flow.graph)
         waits.add_edges_from(((i, a), (i, b)) for a, b in flow.graph.edges)
         trained = [call.stage for call in flow.select_calls(CallKind.TRAIN)]
         waits.add_edges_from(((i - 1, stage), (i, stage)) for stage in trained if i)

@@ -125,7 +125,7 @@ def show_graph(config: RunConfig) -> str:
     lookahead = min(config.pipeline.max_steps_ahead, config.pipeline.max_staleness)
     size = f"{format_quantity(len(flow.calls), 'stage')}, versions at most {lookahead} behind"
     lines = [f"{config.algorithm.name}: {size}", ""]
-    width = max(len(stage) for stage in (*flow.stages, "  produces")) + 2
+    width = max(len(stage) for stage in (*flow.graph, "  produces")) + 2
     for call in flow.ordered_calls:
         is_hosted = call.kind is CallKind.SCORE and call.role in flow.trained_roles
         host = " (the ranks that train it)" * is_hosted
