@@ -138,9 +138,6 @@ class WorkerFailure:
         trace = "".join(traceback.format_exception(error)).rstrip()
         return cls(streamrl_error, f"{type(cause).__name__}: {cause}\n{trace}")
 
-    def to_error(self, call_name: str) -> StreamError | ConfigError:
-        return self.error or ActorError(f"{call_name}: {self.text}")
-
 
 class WorkerHost:
     """Ray actor that hosts a worker of a group and calls its methods."""
@@ -449,5 +446,5 @@ class WorkerGroup:
                 name = f"{self._name}-{rank}.{method}"
                 answers[rank] = answer = fetch_reply(reply, name)
                 if isinstance(answer, WorkerFailure):
-                    raise answer.to_error(name)
+                    raise answer.error or ActorError(f"{name}: {answer.text}")
         return answers
