@@ -5,6 +5,7 @@ memory; whoever reads them checks the hash first. The hash is XXH3 (64 bits): it
 forgery.
 """
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,6 @@ import xxhash
 from streamrl.files.bounded_read import open_regular_file
 from streamrl.files.typed_settings import describe_read_error
 
-_CHUNK_BYTES = 8 << 20
 _MAX_THREADS = 8
 
 
@@ -33,12 +33,9 @@ def compute_digest(content: bytes) -> str:
 
 def prove_file(path: Path) -> FileProof:
     """Read a file and return its proof. Raises OSError."""
-    state, buffer, num_bytes = xxhash.xxh3_64(), memoryview(bytearray(_CHUNK_BYTES)), 0
     with open_regular_file(path) as file:
-        while count := file.readinto(buffer):  # type: ignore[attr-defined]
-            state.update(buffer[:count])
-            num_bytes += count
-    return FileProof(num_bytes, state.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()  # type: ignore[arg-type]
+        return FileProof(file.tell(), digest)
 
 
 def prove_files(paths: Iterable[Path]) -> dict[Path, FileProof]:
