@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -172,10 +173,9 @@ class ColumnTable:
         self.path = path
         self.digest = digest
         self._files = files
-        self._tables: list[pa.Table] = []
 
     def __len__(self) -> int:
-        return sum(table.num_rows for table in self._load_tables())
+        return sum(table.num_rows for table in self._tables)
 
     def get_indices(self) -> NDArray[np.int64]:
         return np.arange(len(self))
@@ -186,7 +186,7 @@ class ColumnTable:
         if not rows:
             return records
         with wrap_data_errors(self.path):
-            ends = np.cumsum([table.num_rows for table in self._load_tables()])
+            ends = np.cumsum([table.num_rows for table in self._tables])
             wanted = np.array(rows, np.int64)
             files = np.searchsorted(ends, wanted, side="right")
             # Read consecutive rows of a file at once.
@@ -202,20 +202,17 @@ class ColumnTable:
     def get_prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
         """Return the bytes of each row's prompt, or None if the columns do not show them."""
         try:
-            sizes = [_compute_text_sizes(table[prompt_key]) for table in self._load_tables()]
+            sizes = [_compute_text_sizes(table[prompt_key]) for table in self._tables]
         except (pa.ArrowException, KeyError):
             return None
         return np.concatenate(sizes)
 
-    def _load_tables(self) -> list[pa.Table]:
-        if not self._tables:
-            self._tables = [
-                pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in self._files
-            ]
-        return self._tables
+    @cached_property
+    def _tables(self) -> list[pa.Table]:
+        return [pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in self._files]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_tables": []}
+        return {name: item for name, item in vars(self).items() if name != "_tables"}
 
 
 IndexedTable = TextTable | ColumnTable

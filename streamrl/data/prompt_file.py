@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +143,6 @@ class PromptFile:
         self.indices = first + self.table.get_indices()
         self._first_index = first
         self._tokenizer = tokenizer
-        self._template_and_filter: tuple[ChatTemplate, PromptFilter] | None = None
 
     def make_prompts(self, indices: ArrayLike) -> list[ClassifiedRow]:
         """Turn the rows with these uid indices into prompts; a bad row has its problem.
@@ -154,7 +153,7 @@ class PromptFile:
         read = self.table.read_rows(np.searchsorted(self.indices, indices).tolist())
         parsed = [parse_record(record, place, index, **keys) for place, index, record in read]
         with _render_lock:
-            template, keep = self._load_template_and_filter()
+            template, keep = self._template_and_filter
             valid = [row for row in parsed if isinstance(row, DataRow)]
             rendered = iter(_render_token_ids(self._tokenizer(), valid, template))
             return [
@@ -164,18 +163,17 @@ class PromptFile:
                 for (_, index, _), row in zip(read, parsed, strict=True)
             ]
 
-    def _load_template_and_filter(self) -> tuple[ChatTemplate, PromptFilter]:
-        if self._template_and_filter is None:
-            file = self.file
-            keep = load_prompt_filter(file.filter, setting=f"{file.key}.filter")
-            template = load_chat_template(
-                file.template,
-                self._tokenizer(),
-                setting=f"{file.key}.template",
-                arguments=file.template_arguments,
-            )
-            self._template_and_filter = template, keep
-        return self._template_and_filter
+    @cached_property
+    def _template_and_filter(self) -> tuple[ChatTemplate, PromptFilter]:
+        file = self.file
+        keep = load_prompt_filter(file.filter, setting=f"{file.key}.filter")
+        template = load_chat_template(
+            file.template,
+            self._tokenizer(),
+            setting=f"{file.key}.template",
+            arguments=file.template_arguments,
+        )
+        return template, keep
 
     def _classify_row(
         self, row: DataRow, token_ids: list[int] | ConfigError, keep: PromptFilter
@@ -206,7 +204,7 @@ class PromptFile:
         return repr((facts, file.filter.rpartition(":")[2], code))
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_template_and_filter": None}
+        return {name: item for name, item in vars(self).items() if name != "_template_and_filter"}
 
 
 def _hash_file(path: str) -> str:

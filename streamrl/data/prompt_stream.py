@@ -66,13 +66,7 @@ class PromptStream(Iterator[Prompt]):
     rows.
     """
 
-    def __init__(
-        self,
-        data: TrainingFiles,
-        *,
-        seed: int,
-        shuffle: bool = True,
-    ) -> None:
+    def __init__(self, data: TrainingFiles, *, seed: int, shuffle: bool = True) -> None:
         self._data = data
         self._seed = seed
         self._shuffle = shuffle
