@@ -138,11 +138,7 @@ def prepare_run(
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
         check_worker_memory(config, on_gpu=has_local_gpu())
     return PreparedRun(
-        prompts=PromptStream(
-            train,
-            seed=config.run.seed,
-            shuffle=config.data.shuffle,
-        ),
+        prompts=PromptStream(train, seed=config.run.seed, shuffle=config.data.shuffle),
         eval_prompts=eval_prompts,
         max_length=max_length,
         model_bytes={

@@ -103,17 +103,9 @@ class SimulatedEngine(Generic[K]):
         self._plan: _EventPlan | None = None
 
     @property
-    def version(self) -> int:
-        return self._version_marks[-1][1]
-
-    @property
     def is_empty(self) -> bool:
         """Whether the engine has no running, waiting, or finished and not yet returned group."""
         return not self._running and not self._waiting and not self._finished_groups
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     @property
     def next_event_s(self) -> float:

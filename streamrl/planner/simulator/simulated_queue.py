@@ -113,12 +113,7 @@ class SimulatedQueue:
         request.
     """
 
-    def __init__(
-        self,
-        dataflow: Dataflow,
-        *,
-        hop_s: float,
-    ) -> None:
+    def __init__(self, dataflow: Dataflow, *, hop_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._hop_s = hop_s
         producers = {name: call.stage for call in dataflow.calls for name in call.produces}
