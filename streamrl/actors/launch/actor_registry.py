@@ -396,11 +396,6 @@ class ActorRegistry:
         self.notify_coordinator("start_replica_drain", role, name)
         self.remove_replica(name)
 
-    @staticmethod
-    def fetch_reply(reply: Any, name: str) -> Any:
-        """Return the value of a reply of actor `name`; raises the errors of `await_reply`."""
-        return fetch_reply(reply, name)
-
     def notify_coordinator(self, method: str, *arguments: Any, **named: Any) -> None:
         """Call a method of the coordinator and wait until it returns."""
         reply = getattr(self.actors["coordinator"], method).remote(*arguments, **named)

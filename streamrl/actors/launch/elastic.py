@@ -17,6 +17,7 @@ from typing import Any
 
 from streamrl.actors.coordination.driver_events import DriverReport, EventReport
 from streamrl.actors.launch.actor_registry import RESTARTABLE_KINDS, ActorRegistry
+from streamrl.actors.transport.ray_calls import fetch_reply
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, POLICY, SERVING_ROLES
 from streamrl.errors import ConfigError, DeadlineError, StreamError, get_first_line
@@ -176,7 +177,7 @@ class ReplicaScaler:
             self._finish_leave(pending, handle)
             return
         try:
-            value = self._registry.fetch_reply(reply, pending.name)
+            value = fetch_reply(reply, pending.name)
         except (StreamError, ConfigError) as error:
             self._reject_replica(pending, str(error))
             return

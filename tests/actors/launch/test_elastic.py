@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from streamrl.actors.coordination.role_actors import RoleActors
+from streamrl.actors.launch import elastic
 from streamrl.actors.launch.elastic import PendingStarts, ReplicaScaler
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import build_dataflow
@@ -138,7 +140,8 @@ class Run:
     def reply(self, *replies: str) -> None:
         for reply in replies:
             assert reply in self.scaling
-            self.scaling.handle_reply(reply, self._note)
+            with mock.patch.object(elastic, "fetch_reply", self.registry.fetch_reply):
+                self.scaling.handle_reply(reply, self._note)
         self.look()
 
     @property
