@@ -13,7 +13,7 @@ from streamrl.dataflow import BASELINE_CALL, COST_CALL, REWARD_CALL, ModelCall
 from streamrl.distributed.devices import check_device, find_smallest_gpu_bytes, has_local_gpu
 from streamrl.engines.memory.gc_paused import pause_gc
 from streamrl.engines.vllm.model_registry import is_held_as_stored
-from streamrl.engines.vllm.rank_groups import make_rank_group
+from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import read_model_config
 from streamrl.rewards.group_filter import build_group_filter
@@ -104,7 +104,7 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
 
     size = config.generator.tensor_parallel
     is_shared = config.placement.is_hybrid and size > 1
-    rank_group = make_rank_group(replica, config.trainer, size) if is_shared else None
+    rank_group = RankGroup(replica, assign_rank_groups(config.trainer, size)) if is_shared else None
     path, reads_slowly = config.model.path, size > 1 or has_local_gpu()
     return EngineSpec(
         path,

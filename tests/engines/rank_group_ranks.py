@@ -25,7 +25,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.model_trainer import WeightResharder
 from streamrl.engines.training.training_backend import TrainingBackend, make_backend
 from streamrl.engines.vllm.local_pieces import make_storage
-from streamrl.engines.vllm.rank_groups import RankGroup, make_rank_group
+from streamrl.engines.vllm.rank_groups import RankGroup, assign_rank_groups
 from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.errors import GenerationError, LogprobCheckError
 from streamrl.resharding.boxes import count_elements, subtract_boxes
@@ -100,7 +100,7 @@ def run_rank(
     """Return a rank's results by mesh, and the ranks of its group of `size`."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_process_group(rank=rank, world_size=world, timeout_s=120.0)
-    rank_group = make_rank_group(rank, trainer_config(meshes[0], world), size)
+    rank_group = RankGroup(rank, assign_rank_groups(trainer_config(meshes[0], world), size))
     return {
         "rank_group": rank_group.ranks,
         "meshes": asyncio.run(run_meshes(path, rank_group, meshes)),

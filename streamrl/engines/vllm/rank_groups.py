@@ -54,10 +54,6 @@ class RankGroup:
         return self.rank == self.leader_rank
 
 
-def make_rank_group(rank: int, trainer: "TrainerConfig", size: int) -> RankGroup:
-    return RankGroup(rank, assign_rank_groups(trainer, size))
-
-
 def assign_rank_groups(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of every generator, ordered by the index of the shard they serve.
 
