@@ -28,7 +28,6 @@ from streamrl.stream.step_metrics import (
     average_metrics,
     compute_step_metrics,
 )
-from streamrl.telemetry.metric_names import validate_row
 from streamrl.telemetry.rollout_log import RecordedGroup
 from streamrl.telemetry.spans import Span
 
@@ -144,7 +143,6 @@ class StepReporter:
                 max_staleness=self._config.pipeline.max_staleness,
             )
         )
-        validate_row(row)
         self._window_start = end_s
         self._driver_events.post_report(
             StepReport(outcome.version + 1, row, spans, outcome.is_repeated)
