@@ -71,10 +71,6 @@ def _append_values(array: Array, values: Sequence[float] | Array) -> Array:
     return np.concatenate([array, np.asarray(values, array.dtype)])
 
 
-def do_nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class ProgressWatch:
     """Lets `collect_partial_rollouts` return the rollouts of a request while they are sampled.
@@ -84,7 +80,7 @@ class ProgressWatch:
     """
 
     uid: str
-    on_finished: Callable[[], None] = do_nothing
+    on_finished: Callable[[], None] = lambda: None
 
 
 class RequestInFlight:
@@ -271,7 +267,7 @@ class GenerationEngine:
         self,
         prompt: Prompt,
         partial_rollouts: Columns | None = None,
-        on_finished: Callable[[], None] = do_nothing,
+        on_finished: Callable[[], None] = lambda: None,
     ) -> Columns:
         """Sample `group_size` rollouts of a prompt with the newest weights; return their columns.
 
@@ -291,7 +287,7 @@ class GenerationEngine:
         self,
         prompt: Prompt,
         partial_rollouts: Columns | None = None,
-        on_finished: Callable[[], None] = do_nothing,
+        on_finished: Callable[[], None] = lambda: None,
     ) -> Columns:
         """Decode one completion of the prompt at temperature 0 with the newest weights.
 

@@ -38,10 +38,7 @@ class AnswerPattern:
     def find_last(self, text: str) -> str | None:
         """Return the first group of the last match (whole without groups), None without a match."""
         matches = self._find_matches(text, limit=None)
-        answer: str | None = None
-        if matches:
-            answer = matches[-1][1 if self._regex.groups else 0]
-        return answer
+        return matches[-1][1 if self._regex.groups else 0] if matches else None
 
     def find_answer(self, text: str) -> str | None:
         """Return the last match, or the whole text for an empty pattern, stripped."""
