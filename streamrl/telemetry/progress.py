@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
@@ -84,24 +84,16 @@ class ProgressLine:
     plain lines on a terminal too, "none" nothing.
     """
 
-    def __init__(
-        self,
-        status: WorkStatus | None = None,
-        *,
-        mode: str = "auto",
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, status: WorkStatus | None = None, *, mode: str = "auto") -> None:
         self._status = status or WorkStatus("")
         self._is_enabled = mode != "none"
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False)
         # FORCE_COLOR makes rich take a file for a terminal.
         can_redraw = self._console.file.isatty() and not self._console.is_dumb_terminal
         self._is_plain = mode == "plain" or not can_redraw
         self._delay_s = PRINT_AFTER_S if self._is_plain else SHOW_AFTER_S
-        self._clock = clock
-        self._phase_started_at = clock()
-        self._due_at = clock() + self._delay_s
+        self._phase_started_at = time.monotonic()
+        self._due_at = self._phase_started_at + self._delay_s
         self._is_hidden = False
         # Lock order: this lock, then rich's. `render` takes none, as rich calls it under its own.
         self._lock = threading.Lock()
@@ -126,7 +118,7 @@ class ProgressLine:
 
     def describe(self, text: str, total: int | None = None, unit: str = "") -> None:
         """Begin the next phase of the work, of `total` units."""
-        now = self._clock()
+        now = time.monotonic()
         self._status, self._phase_started_at = WorkStatus(text, total, unit), now
         self._due_at = min(self._due_at, now + self._delay_s)
 
@@ -153,13 +145,13 @@ class ProgressLine:
         try:
             yield
         finally:
-            self._due_at = self._clock() + self._delay_s
+            self._due_at = time.monotonic() + self._delay_s
             self._is_hidden = self._has_ended.is_set()
 
     def refresh(self) -> None:
         """Show the line if it is due, with the current counts."""
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             self._status.elapsed_s = now - self._phase_started_at
             if self._is_hidden or now < self._due_at:
                 return

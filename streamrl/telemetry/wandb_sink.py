@@ -52,19 +52,12 @@ class WandbSink(MetricsSink):
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: WandbConfig,
-        *,
-        run_name: str,
-        resume_id: str | None = None,
-        finish_s: float = FINISH_TIMEOUT_S,
+        self, run_dir: Path, config: WandbConfig, *, run_name: str, resume_id: str | None = None
     ) -> None:
         self._run_dir = run_dir
         self._config = config
         self._run_name = run_name
         self._run_id = resume_id or secrets.token_hex(4)
-        self._finish_timeout_s = finish_s
         self._run: wandb.Run | None = None
         self._has_failed = False
 
@@ -110,7 +103,7 @@ class WandbSink(MetricsSink):
                 "disable_job_creation": True,
                 "use_dot_wandb": False,
                 "init_timeout": _INIT_TIMEOUT_S,
-                "finish_timeout": self._finish_timeout_s,
+                "finish_timeout": FINISH_TIMEOUT_S,
             }
         )
         # Set up the whole process first: at exit wandb 0.31 sends usage data over the network, even
@@ -181,7 +174,7 @@ class WandbSink(MetricsSink):
             self._send(lambda run: run.alert(title=name, text=text, level="WARN", wait_duration=0))
 
     def close(self, summary: EventFields) -> None:
-        """Write the summary and finish the wandb run, within `finish_s` plus a few seconds.
+        """Write the summary and finish the wandb run, within FINISH_TIMEOUT_S plus a few seconds.
 
         Longer uploads are abandoned; `wandb sync` can repeat them. If wandb's service does not
         answer, kill it: otherwise the program would hang at exit.
@@ -191,12 +184,10 @@ class WandbSink(MetricsSink):
             return
         finishing = threading.Thread(target=_finish_run, args=(run, summary), daemon=True)
         finishing.start()
-        finishing.join(self._finish_timeout_s + _GRACE_PERIOD_S)
+        timeout_s = FINISH_TIMEOUT_S + _GRACE_PERIOD_S
+        finishing.join(timeout_s)
         if finishing.is_alive():
-            _log.warning(
-                "wandb did not finish within %g s; ending it",
-                self._finish_timeout_s + _GRACE_PERIOD_S,
-            )
+            _log.warning("wandb did not finish within %g s; ending it", timeout_s)
             services = [c for c in psutil.Process().children() if c.name() == _SERVICE_NAME]
             for service in services:
                 service.kill()

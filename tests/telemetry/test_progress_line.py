@@ -3,10 +3,13 @@
 import io
 import re
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
+from streamrl.telemetry import progress
 from streamrl.telemetry.progress import ProgressLine, WorkStatus
 from tests.virtual_time import ManualClock
 
@@ -19,16 +22,26 @@ class TerminalFile(io.StringIO):
         return True
 
 
+CLOCK = ManualClock()
+
+
+@pytest.fixture(autouse=True)
+def manual_clock(monkeypatch):
+    CLOCK.now = 0.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=CLOCK))
+
+
 def make_line(file, *, text="checking rows", total=None, unit="rows", mode="auto", **environ):
     """Return a line that no thread draws: tests set the clock and refresh."""
     console = Console(file=file, force_terminal=file.isatty() or None, width=80, _environ=environ)
     status = WorkStatus(text, total, unit)
-    return ProgressLine(status, mode=mode, console=console, clock=ManualClock())
+    with mock.patch.object(progress, "Console", lambda **_: console):
+        return ProgressLine(status, mode=mode)
 
 
 def refresh_at(line, *times):
     for now in times:
-        line._clock.now = now
+        CLOCK.now = now
         line.refresh()
 
 

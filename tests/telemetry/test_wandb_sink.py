@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from streamrl.errors import ConfigError
+from streamrl.telemetry import wandb_sink
 from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.sinks import load_run_id
 from streamrl.telemetry.wandb_sink import (
@@ -134,8 +135,9 @@ def test_a_failed_wandb_start_names_the_disabling_setting(tmp_path, monkeypatch)
         started(tmp_path)
 
 
-def test_close_times_out_if_the_wandb_service_hangs(tmp_path, caplog):
-    sink = started(tmp_path, finish_s=0.5)
+def test_close_times_out_if_the_wandb_service_hangs(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(wandb_sink, "FINISH_TIMEOUT_S", 0.5)
+    sink = started(tmp_path)
     services()[0].suspend()
     sink.close({})
     assert "did not finish within" in caplog.text
