@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,17 +178,14 @@ class RunConsole(MetricsSink):
     a step, and at its end the number of those left out.
     """
 
-    def __init__(
-        self, run_info: RunInfo, console: Console, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, run_info: RunInfo, console: Console) -> None:
         self.progress = RunProgress(run_info)
         self.console = console
-        self.clock = clock
-        self.started_at = clock()
+        self.started_at = time.monotonic()
         self._num_events = Counter[str]()
 
     def start(self, config: Mapping[str, Any]) -> None:
-        self.started_at = self.clock()
+        self.started_at = time.monotonic()
 
     def log_step(self, step: int, row: MetricsRow) -> None:
         self._print_omitted_events()
@@ -244,7 +241,7 @@ class RunConsole(MetricsSink):
             (label, f"{name}{format_number(values[0])} -> {format_number(values[-1])}")
             for label, name, values in series
         ]
-        rows.append(("wall time", format_duration(self.clock() - self.started_at) + since))
+        rows.append(("wall time", format_duration(time.monotonic() - self.started_at) + since))
         rows.append(("tokens", f"{progress.num_tokens:,.0f}"))
         if filtered > 0:
             share = filtered / (filtered + trained)
@@ -285,7 +282,7 @@ class PlainConsole(RunConsole):
 
     def show_status(self, status: WorkStatus) -> None:
         """Print a status that is new, and every PRINT_EVERY_S how far it is."""
-        now = self.clock()
+        now = time.monotonic()
         if status.text and (status.text != self._last_status or now >= self._status_due_at):
             self.print_line(format_duration(now - self.started_at), status.description)
             self._status_due_at = now + PRINT_EVERY_S
@@ -325,10 +322,8 @@ class LiveConsole(RunConsole):
     without `close`, atexit restores the terminal.
     """
 
-    def __init__(
-        self, run_info: RunInfo, console: Console, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(run_info, console, clock=clock)
+    def __init__(self, run_info: RunInfo, console: Console) -> None:
+        super().__init__(run_info, console)
         # Lock order: rich.live holds its own lock while it calls `render`, which takes this lock.
         # Printing takes rich's lock, so printing under this lock would deadlock.
         self._lock = threading.Lock()
@@ -351,12 +346,12 @@ class LiveConsole(RunConsole):
     def show_status(self, status: WorkStatus) -> None:
         with self._lock:
             if status.text != self._status.text:
-                self._status_since = self.clock() - status.elapsed_s
+                self._status_since = time.monotonic() - status.elapsed_s
             self._status = status
 
     def add_row(self, step: int, row: MetricsRow) -> Mapping[str, float]:
         with self._lock:
-            self._last_step_at = self.clock()
+            self._last_step_at = time.monotonic()
             if step > 0:
                 self._status = WorkStatus("")
             return super().add_row(step, row)
@@ -374,7 +369,7 @@ class LiveConsole(RunConsole):
                 parts += [Text(), _build_metrics_grid(self.progress)]
                 parts += [Text(), _build_stages_grid(self.progress)]
             if self._status.text:
-                self._status.elapsed_s = self.clock() - self._status_since
+                self._status.elapsed_s = time.monotonic() - self._status_since
                 row = build_status_row(self._status, self._spinner)
                 parts += [Text(), Padding(row, (0, 0, 0, 1))]
             return Group(*parts)
@@ -387,7 +382,7 @@ class LiveConsole(RunConsole):
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True, justify="right", style="dim")
-        left_s = progress.estimate_remaining_s(self.clock() - self._last_step_at)
+        left_s = progress.estimate_remaining_s(time.monotonic() - self._last_step_at)
         grid.add_row(
             Text(f" {run_info.name}"),
             f"step {progress.step}/{run_info.num_steps}",

@@ -101,15 +101,13 @@ class SinkGroup:
         self._open_sinks.close()
 
 
-def make_sink_group(
-    config: TelemetryConfig, run_info: RunInfo, *, console: Console | None = None
-) -> SinkGroup:
-    """Create the sinks of a telemetry config; `console` defaults to standard output."""
+def make_sink_group(config: TelemetryConfig, run_info: RunInfo) -> SinkGroup:
+    """Create the sinks of a telemetry config."""
     run_dir, is_resumed = run_info.run_dir, run_info.resume_step is not None
     # Sinks start in this order and close in reverse. The console starts first, so its summary is
     # printed last. The trace starts last, because it replaces the trace of an earlier run: until
     # then another sink may have refused to start over that run.
-    view = make_console(config.console, run_info, console)
+    view = make_console(config.console, run_info)
     sinks: list[MetricsSink] = [] if view is None else [view]
     sinks.append(JsonlSink(run_dir, is_resumed=is_resumed))
     if config.wandb.is_enabled:
@@ -137,21 +135,18 @@ def preload_wandb(config: WandbConfig) -> None:
         threading.Thread(target=load, name="import wandb").start()
 
 
-def make_console(kind: str, run_info: RunInfo, console: Console | None = None) -> RunConsole | None:
+def make_console(kind: str, run_info: RunInfo) -> RunConsole | None:
     """Create the console for a value of telemetry.console; None for "none".
 
     kind: "auto" is live on a terminal that can redraw and shows Unicode, plain elsewhere.
     """
     if kind == "none":
         return None
-    console = console or make_stdout_console()
+    console = make_stdout_console()
     can_be_live = console.is_terminal and not console.is_dumb_terminal
     is_live = kind == "live" or (can_be_live and console.encoding.startswith("utf"))
-    run_console = (
-        LiveConsole(run_info, console)
-        if is_live and kind != "plain"
-        else PlainConsole(run_info, console)
-    )
+    console_class = LiveConsole if is_live and kind != "plain" else PlainConsole
+    run_console: RunConsole = console_class(run_info, console)
     if run_info.resume_step is not None:
         # First values stay those of the run's start.
         for step, row in _read_past_rows(run_info):

@@ -2,10 +2,12 @@ import io
 import re
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from streamrl.telemetry import console as console_module
 from streamrl.telemetry.console import LiveConsole, PlainConsole
 from streamrl.telemetry.progress import WorkStatus
 from tests.telemetry.rows import full_row, make_run_info
@@ -14,6 +16,13 @@ from tests.virtual_time import ManualClock
 WIDTHS = (60, 80, 120)
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+CLOCK = ManualClock()
+
+
+@pytest.fixture(autouse=True)
+def manual_clock(monkeypatch):
+    CLOCK.now = 0.0
+    monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=CLOCK))
 
 
 def terminal(width):
@@ -35,16 +44,15 @@ def view(live, width):
     return text.getvalue()
 
 
-def run(console, *, steps=(1, 2, 3), clock=None):
+def run(console, *, steps=(1, 2, 3)):
     """Log a short run: start-up, the base model's evaluation, steps with events, a last
     evaluation."""
-    clock = clock or console.clock
     console.start({})
     console.show_status(WorkStatus("starting: generator 0/1, trainer 1/2"))
-    clock.now += 25.0
+    CLOCK.now += 25.0
     console.log_step(0, {"eval/pass_at_1": 0.125})
     for step in steps:
-        clock.now += 2.0
+        CLOCK.now += 2.0
         for number in range(5):
             console.log_event("drop", {"cause": "reward_error", "uid": f"0:{number}:0"})
         console.log_step(step, full_row(step))
@@ -54,18 +62,18 @@ def run(console, *, steps=(1, 2, 3), clock=None):
 @pytest.fixture
 def live(tmp_path):
     """Return a live console of width 80; not started, so that no background thread draws."""
-    return LiveConsole(make_run_info(tmp_path), terminal(80), clock=ManualClock())
+    return LiveConsole(make_run_info(tmp_path), terminal(80))
 
 
 @pytest.fixture
 def plain(tmp_path):
-    return PlainConsole(make_run_info(tmp_path), pipe(80), clock=ManualClock())
+    return PlainConsole(make_run_info(tmp_path), pipe(80))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_than_the_terminal(width, tmp_path):
     run_info = make_run_info(tmp_path / ("long" * 30))
-    console = LiveConsole(run_info, terminal(width), clock=ManualClock())
+    console = LiveConsole(run_info, terminal(width))
     run(console)
     console.log_event("stall", {"reason": "a reason of many words " * 10})
     for step in range(5, 200):
@@ -78,7 +86,7 @@ def test_no_line_is_wider_than_the_terminal(width, tmp_path):
 
 
 def test_the_plain_console_prints_a_line_per_step(tmp_path):
-    console = PlainConsole(make_run_info(tmp_path), pipe(160), clock=ManualClock())
+    console = PlainConsole(make_run_info(tmp_path), pipe(160))
     run(console)
     steps = [line for line in lines(console.console) if line.startswith(" step ")]
     assert len(steps) == 4
@@ -96,7 +104,7 @@ def test_the_plain_console_repeats_a_status_every_half_minute(plain):
     plain.start({})
     for completed in range(100):
         plain.show_status(WorkStatus("evaluating", 100, "prompts", completed))
-        plain.clock.now += 1.0
+        CLOCK.now += 1.0
     printed = [" ".join(line.split()) for line in lines(plain.console)]
     assert [line for line in printed if "evaluating" in line] == [
         f"{time} evaluating: {completed} of 100 prompts"
@@ -127,7 +135,7 @@ def test_frequent_events_are_limited_per_step_and_counted(plain):
 
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
 def test_the_summary_shows_rewards_totals_and_ledger(kind, output, tmp_path):
-    console = kind(make_run_info(tmp_path), output(120), clock=ManualClock())
+    console = kind(make_run_info(tmp_path), output(120))
     run(console)
     ledger = "admitted 21 = trained 10 + filtered 2 + dropped 2 + in flight 7"
     console.close({"ledger": ledger, "wandb": "offline", "written": "runs/demo"})
@@ -151,7 +159,7 @@ def test_a_run_saved_before_its_first_step_prints_the_checkpoint(plain):
 
 def test_the_view_shows_the_status_before_the_first_step(live):
     live.show_status(WorkStatus("starting: generator 0/1, trainer 1/2"))
-    live.clock.now = 12.0
+    CLOCK.now = 12.0
     text = view(live, 80)
     assert "demo  step 0/40" in text
     assert "starting: generator 0/1, trainer 1/2  0:12" in text
@@ -163,7 +171,7 @@ def test_the_view_shows_reward_staleness_and_every_stage(live):
     for step in (1, 2):
         live.log_step(step, full_row(step))
     live.log_step(3, full_row(3) | {"eval/pass_at_1": 0.5})
-    live.clock.now += 1.0
+    CLOCK.now += 1.0
     text = view(live, 80)
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "step 3/40" in text and "1:13 left" in text
@@ -179,7 +187,7 @@ def test_the_view_shows_reward_staleness_and_every_stage(live):
 
 def test_the_view_counts_what_a_status_has_done(live):
     live.log_step(1, full_row(1))
-    live.clock.now = 60.0
+    CLOCK.now = 60.0
     live.show_status(WorkStatus("evaluating", 64, "prompts", completed=16, elapsed_s=10.0))
     assert re.search(r"evaluating  \u2501+ +16 of 64 prompts  0:30 left", view(live, 80))
 
@@ -205,14 +213,14 @@ def test_the_cursor_is_restored_after_an_interrupt(live):
 def test_filter_cost_is_shown_with_a_filter(tmp_path):
     run_info = replace(make_run_info(tmp_path), has_filter=True)
     cost = {"filter/share": 0.9, "filter/generate_s": 11.5, "filter/score_s": 0.75}
-    console = PlainConsole(run_info, pipe(120), clock=ManualClock())
+    console = PlainConsole(run_info, pipe(120))
     console.start({})
     for step in (1, 2):
         console.log_step(step, full_row(step) | cost)
     console.close({})
     text = " ".join(" ".join(lines(console.console)).split())
     assert "filtered 90%, 12.2 s" in text and "filtered 2 groups (17%)" in text
-    live = LiveConsole(run_info, terminal(80), clock=ManualClock())
+    live = LiveConsole(run_info, terminal(80))
     assert "filtered" not in view(live, 80)
     live.add_row(1, full_row(1) | cost | {"filter/oversample": 8.0})
     assert "filtered 90% 12.2 s of generation and scoring lost" in " ".join(view(live, 80).split())

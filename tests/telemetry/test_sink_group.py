@@ -7,6 +7,7 @@ from rich.console import Console
 
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_jsonl
+from streamrl.telemetry import sink_group
 from streamrl.telemetry.config import TelemetryConfig, WandbConfig
 from streamrl.telemetry.console import LiveConsole, PlainConsole
 from streamrl.telemetry.progress import WorkStatus
@@ -99,7 +100,7 @@ def test_a_run_leaves_metrics_events_and_a_trace(tmp_path):
     assert {"train", "step 1", "drop"} <= {event["name"] for event in trace}
 
 
-def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
+def test_a_resumed_run_continues_its_files_and_its_console(tmp_path, monkeypatch):
     run = make_sink_group(quiet(), make_run_info(tmp_path))
     run.start({})
     for step in (1, 2, 3):
@@ -107,9 +108,8 @@ def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
     run.close({})
     config = TelemetryConfig(wandb=WandbConfig(mode="disabled"), console="plain")
     text = io.StringIO()
-    resumed = make_sink_group(
-        config, make_run_info(tmp_path, resume_step=2), console=Console(file=text, width=100)
-    )
+    monkeypatch.setattr(sink_group, "make_stdout_console", lambda: Console(file=text, width=100))
+    resumed = make_sink_group(config, make_run_info(tmp_path, resume_step=2))
     resumed.start({})
     resumed.log_step(3, full_row(3))
     resumed.close({})
@@ -155,5 +155,6 @@ def test_an_existing_run_is_not_overwritten(tmp_path):
         ("live", output(is_terminal=False), LiveConsole),
     ],
 )
-def test_the_console_depends_on_the_output(kind, console, expected, tmp_path):
-    assert isinstance(make_console(kind, make_run_info(tmp_path), console), expected)
+def test_the_console_depends_on_the_output(kind, console, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(sink_group, "make_stdout_console", lambda: console)
+    assert isinstance(make_console(kind, make_run_info(tmp_path)), expected)
