@@ -516,11 +516,8 @@ class _TimingFitter:
     def _fit_weights(self, call: ModelCall) -> WeightsTiming:
         """Fit the seconds to publish and pull a version, for a stage that follows a trained
         model."""
-        followed = (
-            call.followed_role
-            if call.followed_role in self._config.dataflow.trained_roles
-            else POLICY
-        )
+        trained = self._config.dataflow.trained_roles
+        followed = call.followed_role if call.followed_role in trained else POLICY
         published = {_parse_version(s): s for s in self._select_spans(followed, "publish")}
         pulled = self._select_spans(call.role, "pull")
         ends = {step.version + 1: step.end_s for step in self._trace.steps}
@@ -585,15 +582,10 @@ class _TimingFitter:
         gaps = []
         for step in self._trace.steps:
             last_update_s = max((end for end in updates if end <= step.end_s), default=None)
-            next_admissions = [
-                admitted_s
-                for admitted_s in admitted
-                if step.end_s <= admitted_s < step.end_s + step.step_s
-            ]
+            until_s = step.end_s + step.step_s
+            following = (at_s for at_s in admitted if step.end_s <= at_s < until_s)
             if last_update_s is not None:
-                gaps.append(
-                    (min(next_admissions) if next_admissions else step.end_s) - last_update_s
-                )
+                gaps.append(next(following, step.end_s) - last_update_s)
         return gaps
 
 

@@ -171,13 +171,9 @@ class RunTrace:
 
     @property
     def idle_fractions(self) -> dict[str, float]:
-        seconds = [step.step_s for step in self.steps]
+        total_s = sum(step.step_s for step in self.steps)
         return {
-            call.stage: sum(
-                step.row[f"idle/{call.stage}"] * step_s
-                for step, step_s in zip(self.steps, seconds, strict=True)
-            )
-            / sum(seconds)
+            call.stage: sum(s.row[f"idle/{call.stage}"] * s.step_s for s in self.steps) / total_s
             for call in self.config.dataflow.ordered_calls
         }
 

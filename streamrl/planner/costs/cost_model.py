@@ -19,13 +19,9 @@ from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.placement.clusters import DeviceSpec
 from streamrl.placement.placements import CallAssignment, Placement
 from streamrl.planner.costs.call_cost import SHARDS_PARAMETERS, CallCost, count_stage_params
-from streamrl.planner.costs.call_durations import (
-    score_duration_s,
-    train_duration,
-)
+from streamrl.planner.costs.call_durations import score_duration_s, train_duration
 from streamrl.planner.costs.call_timings import (
     estimate_generator_timing,
     estimate_score_timing,
@@ -252,10 +248,8 @@ class CostModel:
         )
 
     def _find_min_usable_bytes(self, assignment: CallAssignment) -> float:
-        devices: list[DeviceSpec] = [
-            group.device for group in assignment.mesh.find_node_groups(self.problem.cluster)
-        ]
-        return compute_usable_bytes(min(device.memory_bytes for device in devices), self.constants)
+        groups = assignment.mesh.find_node_groups(self.problem.cluster)
+        return compute_usable_bytes(min(g.device.memory_bytes for g in groups), self.constants)
 
     def _compute_misfit(self, stage: str, assignment: CallAssignment) -> str:
         """Return why a stage cannot run on its rank grid; empty if it can.
