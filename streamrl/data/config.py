@@ -18,7 +18,6 @@ from streamrl.files.typed_settings import (
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
-_LONG_PROMPT_ACTIONS = ("error", "skip")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class DataConfig:
     pretrain: str = ""
     shuffle: bool = True
     max_prompt_tokens: Annotated[int | None, at_least(1)] = None
-    on_long_prompt: Annotated[str, one_of(*_LONG_PROMPT_ACTIONS)] = "error"
+    on_long_prompt: Annotated[str, one_of("error", "skip")] = "error"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

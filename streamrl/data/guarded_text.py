@@ -130,6 +130,8 @@ def find_difference(first: str, second: str) -> int:
 class TemplateEncoder:
     """Encoder of what a chat template renders; made by `get_template_encoder`.
 
+    source: text of the template, with that of the template for tools. plain: conversation without
+    thoughts or calls, as the template renders it; its control tokens are of no turn of the policy.
     marker_ids: control tokens, ascending: special tokens, and other added tokens that the template
     writes, or that end a turn. Some models declare the tokens of their chat format as not special:
     DeepSeek's <|User|>.
@@ -293,13 +295,5 @@ class TemplateEncoder:
         return backend
 
 
-@functools.lru_cache(maxsize=8)
-def get_template_encoder(
-    tokenizer: "PreTrainedTokenizerBase", source: str, plain: str
-) -> TemplateEncoder:
-    """Return the encoder of a template.
-
-    source: its text, with that of the template for tools. plain: conversation without thoughts or
-    calls, as the template renders it; its control tokens are of no turn of the policy.
-    """
-    return TemplateEncoder(tokenizer, source, plain)
+get_template_encoder = functools.lru_cache(maxsize=8)(TemplateEncoder)
+"""Returns the encoder of a template."""
