@@ -637,12 +637,8 @@ def count_trained_steps(config: RunConfig, role: str) -> int:
 
     Steps of the critic warm-up leave the policy frozen and do not count for the policy.
     """
-    frozen_steps = (
-        config.critic.warmup_alone
-        if role == POLICY and len(config.dataflow.trained_roles) > 1
-        else 0
-    )
-    return max(1, config.run.steps - frozen_steps)
+    has_warm_up = role == POLICY and len(config.dataflow.trained_roles) > 1
+    return max(1, config.run.steps - (config.critic.warmup_alone if has_warm_up else 0))
 
 
 # Reading

@@ -122,9 +122,7 @@ def read_planner_inputs(arguments: argparse.Namespace, config: RunConfig) -> Pla
     constants = CostConstants.from_cluster(cluster)
     if arguments.constants is not None:
         constants = CostConstants.from_yaml(arguments.constants, constants)
-    lengths = None
-    if arguments.lengths is not None:
-        lengths = read_lengths(arguments.lengths, config)
+    lengths = arguments.lengths and read_lengths(arguments.lengths, config)
     filtered = arguments.filtered
     if filtered and config.filter.kind == "none":
         raise ConfigError(
