@@ -29,9 +29,6 @@ from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE
 from streamrl.telemetry.spans import Span
 
-Admissions = Mapping[str, tuple[float, int]]
-"""Time of admission and version, by uid."""
-
 
 @dataclass(frozen=True)
 class GeneratedGroup:
@@ -40,18 +37,15 @@ class GeneratedGroup:
     intervals: start and end of sampling; several if sampling was paused.
     prompt_tokens: tokens before the first sampled token.
     lengths: sampled tokens of each rollout.
-    admitted_s, admitted_version: time of admission, and the oldest version that may sample the
-        group.
+    admitted_s: time of admission.
     """
 
     process: str
     stage: str
-    uid: str
     intervals: tuple[tuple[float, float], ...]
     prompt_tokens: int
     lengths: tuple[int, ...]
     admitted_s: float
-    admitted_version: int
 
     @property
     def start_s(self) -> float:
@@ -63,10 +57,11 @@ class GeneratedGroup:
 
 
 def collect_groups(
-    spans: Sequence[Span], admitted: Admissions, *, since: float
+    spans: Sequence[Span], admitted: Mapping[str, float], *, since: float
 ) -> list[GeneratedGroup]:
     """Return the completely sampled groups that begin at `since` or later, by begin.
 
+    admitted: times of admission by uid.
     Sampling that is paused has several spans, of which only the last has lengths.
     """
     intervals: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
@@ -82,9 +77,10 @@ def collect_groups(
         sampled = tuple(intervals.pop(key))
         if sampled[0][0] >= since:
             lengths = tuple(int(tokens) for tokens in str(span.args["lengths"]).split())
-            admission = admitted.get(uid, (sampled[0][0], 0))
-            prompt_tokens = int(span.args["prompt"])
-            groups.append(GeneratedGroup(*key, sampled, prompt_tokens, lengths, *admission))
+            prompt, admitted_s = int(span.args["prompt"]), admitted.get(uid, sampled[0][0])
+            groups.append(
+                GeneratedGroup(span.process, span.name, sampled, prompt, lengths, admitted_s)
+            )
     return sorted(groups, key=lambda group: group.start_s)
 
 
@@ -272,14 +268,14 @@ class _RunLogIndex:
 
     trained_steps: by version, the step, the time of its record, and the number of steps since the
         last start of the run; the last MAX_LOGGED_STEPS.
-    admissions: by uid, time and version.
+    admissions: times by uid.
     left_out: number of earlier steps, by the number of steps since a start of the run, at most
         MAX_LOGGED_STEPS.
     """
 
     since_s: float
     trained_steps: dict[int, tuple[TrainedStep, float, int]] = field(default_factory=dict)
-    admissions: dict[str, tuple[float, int]] = field(default_factory=dict)
+    admissions: dict[str, float] = field(default_factory=dict)
     left_out: Counter[int] = field(default_factory=Counter)
     _since_start: int = 0
 
@@ -289,8 +285,7 @@ class _RunLogIndex:
             case "open":
                 self._since_start = 0
             case "admit":
-                entry = float(meta["time"]), int(meta["version"])
-                self.admissions.update(dict.fromkeys(meta["uids"], entry))
+                self.admissions.update(dict.fromkeys(meta["uids"], float(meta["time"])))
             case "step":
                 self._add_step(record)
             case "end" if float(meta["time"]) < self.since_s:

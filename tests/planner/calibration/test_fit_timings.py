@@ -90,7 +90,7 @@ def test_coefficients_are_found_from_the_ends_of_groups():
 def test_groups_beside_groups_that_are_left_out_do_not_count():
     # A group begins every second and takes 5.5 s: six run at a time.
     groups = [
-        GeneratedGroup("generator-0", "generate", str(i), ((i, i + 5.5),), 5, (3,), i, 0)
+        GeneratedGroup("generator-0", "generate", ((i, i + 5.5),), 5, (3,), i)
         for i in range(MAX_GROUPS + 100)
     ]
     replay = DecodeReplay.from_process(groups, [])
