@@ -44,7 +44,6 @@ from streamrl.messages import (
     Prompt,
     Rollout,
     make_uid,
-    parse_uid,
     rollouts_to_columns,
 )
 from streamrl.pipeline import (
@@ -211,10 +210,6 @@ class EndlessPrompts:
 
     def get_prompt(self, uid: str) -> Prompt:
         return Prompt(uid, self._token_ids)
-
-    def retry_prompt(self, uid: str) -> Prompt:
-        epoch, index, attempt = parse_uid(uid)
-        return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
     def take_skipped(self) -> SkippedRows:
         return SkippedRows()

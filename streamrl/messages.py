@@ -249,6 +249,12 @@ def parse_uid(uid: str) -> tuple[int, int, int]:
     return int(epoch), int(index), int(attempt)
 
 
+def make_retry_uid(uid: str) -> str:
+    """Return the uid of the next attempt at a prompt."""
+    epoch, index, attempt = parse_uid(uid)
+    return make_uid(epoch, index, attempt + 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """A prompt and its completion with the sampling record. All arrays are [T], prompt included.

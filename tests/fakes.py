@@ -23,7 +23,6 @@ from streamrl.messages import (
     Prompt,
     columns_to_rollouts,
     make_uid,
-    parse_uid,
     rollouts_to_columns,
 )
 from streamrl.pipeline import hold_devices_per_group
@@ -133,10 +132,6 @@ class FakePrompts:
 
     def __init__(self, drawn: int = 0) -> None:
         self.drawn = drawn
-
-    def retry_prompt(self, uid: str) -> Prompt:
-        epoch, index, attempt = parse_uid(uid)
-        return self.get_prompt(make_uid(epoch, index, attempt + 1))
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"drawn": self.drawn}

@@ -165,10 +165,6 @@ class PromptStream(Iterator[Prompt]):
                 return replace(row.prompt, uid=uid)
         raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
 
-    def retry_prompt(self, uid: str) -> Prompt:
-        epoch, index, attempt = parse_uid(uid)
-        return self.get_prompt(make_uid(epoch, index, attempt + 1))
-
     @property
     def _stream_identity(self) -> dict[str, Any]:
         """Facts about data and order that must not change when the stream resumes."""

@@ -15,7 +15,7 @@ from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.dataflow import FILTER_COLUMN
 from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, ServiceOutageError
 from streamrl.files.typed_settings import FIXED_ON_RESUME, above, at_least, one_of
-from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, parse_uid
+from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, make_retry_uid, parse_uid
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import FilterTally, PromptSource
 from streamrl.stream.weight_publisher import WeightPublisher
@@ -204,7 +204,7 @@ class RunState:
         async with self.run_log_lock:
             credit = self.admission.num_credits
             readmitted, self.surplus_uids = self.surplus_uids[:credit], self.surplus_uids[credit:]
-            prompts = [self.prompt_source.retry_prompt(uid) for uid in readmitted]
+            prompts = [self.prompt_source.get_prompt(make_retry_uid(uid)) for uid in readmitted]
             await self.prompt_source.prefetch_prompts(credit - len(readmitted))
             prompts += self.prompt_source.draw_prompts(credit - len(readmitted))
             uids, version = [prompt.uid for prompt in prompts], self.admission.announced_version
@@ -277,7 +277,7 @@ class RunState:
             # Newer groups may take the slots of surplus groups, so these wait for new credits.
             self.surplus_uids += [uid for uid in retried if ended[uid].cause == SURPLUS_CAUSE]
             readmitted = [uid for uid in retried if ended[uid].cause != SURPLUS_CAUSE]
-            prompts = [self.prompt_source.retry_prompt(uid) for uid in readmitted]
+            prompts = [self.prompt_source.get_prompt(make_retry_uid(uid)) for uid in readmitted]
             uids, version = [prompt.uid for prompt in prompts], self.admission.announced_version
             await self.run_log.record_finished(ended, readmitted=uids, version=version)
             for uid, outcome in ended.items():

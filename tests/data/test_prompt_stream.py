@@ -14,7 +14,7 @@ from streamrl.data.config import DataFile
 from streamrl.data.prompt_file import ClassifiedRow, RowStatus
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.errors import ConfigError, DataError
-from streamrl.messages import Prompt, make_uid, parse_uid
+from streamrl.messages import Prompt, make_retry_uid, make_uid, parse_uid
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**63)
@@ -142,7 +142,7 @@ def test_the_order_is_fixed_by_seed_and_epoch():
 def test_a_retry_is_the_same_prompt_under_the_next_attempt():
     stream = stream_of(prompts(5), seed=1)
     first = next(stream)
-    second = stream.retry_prompt(stream.retry_prompt(first.uid).uid)
+    second = stream.get_prompt(make_retry_uid(make_retry_uid(first.uid)))
     epoch, index, attempt = parse_uid(second.uid)
     assert (epoch, index, attempt) == (0, parse_uid(first.uid)[1], 2)
     assert second.token_ids is first.token_ids

@@ -176,7 +176,7 @@ def test_get_prompt_reads_a_row_again(tokenizer, write_rows):
         reread = stream.get_prompt(drawn.uid)
         assert (reread.uid, reread.row_location) == (drawn.uid, drawn.row_location)
         assert reread.token_ids.tolist() == drawn.token_ids.tolist()
-        assert stream.retry_prompt(drawn.uid).uid == f"{drawn.uid[:-1]}1"
+        assert stream.get_prompt(f"{drawn.uid[:-1]}1").uid == f"{drawn.uid[:-1]}1"
     assert stream.state_dict() == state
     with pytest.raises(ValueError, match="no prompt with index 1 "):
         stream.get_prompt("0:1:0")  # a blank line

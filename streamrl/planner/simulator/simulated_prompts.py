@@ -29,10 +29,6 @@ class SimulatedPrompts:
     def get_prompt(self, uid: str) -> Prompt:
         return Prompt(uid, self._tokens)
 
-    def retry_prompt(self, uid: str) -> Prompt:
-        epoch, index, attempt = parse_uid(uid)
-        return self.get_prompt(make_uid(epoch, index, attempt + 1))
-
     def state_dict(self) -> Mapping[str, Any]:
         return {"drawn": self._num_drawn}
 
