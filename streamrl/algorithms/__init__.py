@@ -8,9 +8,7 @@ from streamrl.algorithms.algorithm import (
     list_required_columns,
 )
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.algorithms.math.training_metrics import (
-    summarize_policy,
-)
+from streamrl.algorithms.math.training_metrics import summarize_policy
 from streamrl.algorithms.table import ALGORITHMS
 
 __all__ = [

@@ -3,13 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from streamrl.files.typed_settings import (
-    Conflict,
-    above,
-    at_least,
-    check_conflicts,
-    one_of,
-)
+from streamrl.files.typed_settings import Conflict, above, at_least, check_conflicts, one_of
 
 NO_CORRECTION = "none"
 PROXIMAL_POLICIES = ("generator", "trainer", "interpolated")

@@ -32,13 +32,7 @@ from typing import Annotated, Any, BinaryIO, ClassVar
 import msgspec
 import xxhash
 
-from streamrl.buffer.encoding import (
-    Blob,
-    Buffer,
-    count_blob_bytes,
-    join_pieces,
-    split_pieces,
-)
+from streamrl.buffer.encoding import Blob, Buffer, count_blob_bytes, join_pieces, split_pieces
 from streamrl.errors import JournalError, NoSpaceError
 from streamrl.files.atomic_write import NO_SPACE, fsync_path, open_new_file, wrap_os_errors
 from streamrl.files.bounded_read import open_regular_file, parse_json

@@ -33,12 +33,7 @@ from streamrl.rewards.kinds.rules import (
     build_numeric_reward,
     build_regex_reward,
 )
-from streamrl.rewards.reward_set import (
-    REWARDS,
-    RewardComponent,
-    RewardSet,
-    ScoreSpec,
-)
+from streamrl.rewards.reward_set import REWARDS, RewardComponent, RewardSet, ScoreSpec
 
 
 @dataclass(frozen=True)

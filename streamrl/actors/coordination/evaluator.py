@@ -9,12 +9,7 @@ from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply, call_actor
 from streamrl.config.run_config import RunConfig
-from streamrl.errors import (
-    ActorLostError,
-    GenerationError,
-    StreamError,
-    WeightsError,
-)
+from streamrl.errors import ActorLostError, GenerationError, StreamError, WeightsError
 from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.evaluation.metrics import EvaluationResult
 from streamrl.stream.evaluation.sample_and_score import SampledPrompt, evaluate_policy

@@ -8,11 +8,7 @@ from typing import Any
 import msgspec
 
 from streamrl.actors.actor_context import ActorReport
-from streamrl.actors.coordination.driver_events import (
-    DriverEvents,
-    RolloutReport,
-    StepReport,
-)
+from streamrl.actors.coordination.driver_events import DriverEvents, RolloutReport, StepReport
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import call_actor
 from streamrl.algorithms import summarize_policy

@@ -9,11 +9,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import read_small_json, wrap_file_errors
-from streamrl.files.typed_settings import (
-    Conflict,
-    check_conflicts,
-    suggest_nearest,
-)
+from streamrl.files.typed_settings import Conflict, check_conflicts, suggest_nearest
 from streamrl.resharding.tensor_specs import FusedComponent, ModelSpec, TensorSpec
 
 BF16_BYTES = 2

@@ -11,11 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from streamrl.algorithms import (
-    Algorithm,
-    AlgorithmSettings,
-    list_required_columns,
-)
+from streamrl.algorithms import Algorithm, AlgorithmSettings, list_required_columns
 from streamrl.algorithms.math.losses import critic_loss
 from streamrl.algorithms.objective import find_near_tokens, policy_loss, shared_value_loss
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, REF_LOGPROBS, RETURNS_BY_CRITIC

@@ -32,11 +32,7 @@ from streamrl.engines.models.layer_offload import (
 )
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import list_shared_norms, parallelize_layers
-from streamrl.engines.trainer_config import (
-    BUCKET_ELEMENTS,
-    PARAMETER_SHARDING_STAGE,
-    TrainerConfig,
-)
+from streamrl.engines.trainer_config import BUCKET_ELEMENTS, PARAMETER_SHARDING_STAGE, TrainerConfig
 from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
 from streamrl.resharding.layouts import TensorShard, create_tensor_shard, create_whole_shard
 from streamrl.resharding.storage import ShardStorage, view_piece

@@ -53,11 +53,7 @@ from streamrl.environments.tool_calls.call_formats import (
 )
 from streamrl.environments.tool_calls.marked_turn import WrittenCall
 from streamrl.environments.tool_calls.reply_text import make_call, make_call_id
-from streamrl.environments.tool_calls.tool_schema import (
-    format_tool,
-    get_parameters,
-    get_tool_name,
-)
+from streamrl.environments.tool_calls.tool_schema import format_tool, get_parameters, get_tool_name
 from streamrl.errors import ConfigError, EpisodeError
 from streamrl.files.printable_text import format_quantity
 from streamrl.messages import Array, FinishReason, Prompt, describe_prompt

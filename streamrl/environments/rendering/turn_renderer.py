@@ -21,11 +21,7 @@ import numpy as np
 from streamrl.data.chat_template import ChatTemplate, decode_ids, get_frame_tokens
 from streamrl.data.guarded_text import EncodedPieces
 from streamrl.environments.interface import Message, ToolSchema
-from streamrl.environments.rendering.bridge_text import (
-    BridgeText,
-    BridgeWriter,
-    TextPiece,
-)
+from streamrl.environments.rendering.bridge_text import BridgeText, BridgeWriter, TextPiece
 from streamrl.environments.tool_calls.reply_text import replace_surrogates
 from streamrl.errors import ConfigError
 from streamrl.messages import Array

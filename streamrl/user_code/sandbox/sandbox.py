@@ -33,12 +33,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.user_code.pool.background_tasks import run_to_end
-from streamrl.user_code.pool.pool import (
-    PooledProcess,
-    PoolSettings,
-    ProcessPool,
-    WorkerCrashError,
-)
+from streamrl.user_code.pool.pool import PooledProcess, PoolSettings, ProcessPool, WorkerCrashError
 from streamrl.user_code.reward_result import RewardOutcome
 from streamrl.user_code.sandbox import jail_driver
 from streamrl.user_code.sandbox.jail import (
