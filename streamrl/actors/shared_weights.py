@@ -34,6 +34,10 @@ RunFunction = Callable[..., Awaitable[Any]]
 """Runs a function with arguments, in a thread for example, and returns its result."""
 
 
+async def run_directly(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
 class SharedWeights:
     """Weights in a process's memory that its trainer updates and its generator samples from.
 
@@ -57,14 +61,18 @@ class SharedWeights:
         self.peak_memory = PeakMemoryTracker()
 
     async def attach_trainer(
-        self, trainer: "ModelTrainer", memory: WorkerMemory | None, *, run_in_thread: RunFunction
+        self,
+        trainer: "ModelTrainer",
+        memory: WorkerMemory | None,
+        *,
+        run_in_thread: RunFunction = run_directly,
     ) -> None:
         """Set the trainer that changes the weights; the generator of this process may start then.
 
         The engine joins the trainer's process group, which must exist first.
 
         memory: what to offload because memory is short; None for nothing.
-        run_in_thread: runs a function in the trainer's thread.
+        run_in_thread: runs a function in the trainer's thread; by default functions run directly.
         """
         self._trainer, self._run_in_thread = trainer, run_in_thread
         if memory is not None:

@@ -1,6 +1,5 @@
 """Weights shared in place: activation by the generator, and when it may sample."""
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,7 +44,7 @@ class Rank:
 async def share(rank: Rank, generator: FakeGenerator, *, fills: bool) -> SharedWeights:
     """Return weights that the trainer rank and the generator share."""
     shared_weights = SharedWeights()
-    await shared_weights.attach_trainer(rank, None, run_in_thread=asyncio.to_thread)  # type: ignore[arg-type]
+    await shared_weights.attach_trainer(rank, None)  # type: ignore[arg-type]
     await shared_weights.attach_generator(generator, should_fill_storage=fills)  # type: ignore[arg-type]
     return shared_weights
 
@@ -97,8 +96,7 @@ class PeerRank(FakeGenerator):
 @pytest.mark.parametrize("fills", [True, False])
 async def test_a_peer_rank_holds_a_version_once_it_is_published(fills: bool):
     shared_weights, peer_rank = SharedWeights(), PeerRank()
-    trainer: Any = Rank(gathers=True, fills=fills)
-    await shared_weights.attach_trainer(trainer, TIGHT_MEMORY, run_in_thread=asyncio.to_thread)
+    await shared_weights.attach_trainer(Rank(gathers=True, fills=fills), TIGHT_MEMORY)  # type: ignore[arg-type]
     await shared_weights.attach_peer_rank(peer_rank)  # type: ignore[arg-type]
     await shared_weights.invalidate_weights()
     shared_weights.publish_version(3)
@@ -117,8 +115,7 @@ async def test_a_peer_rank_holds_a_version_once_it_is_published(fills: bool):
 @pytest.mark.parametrize("releases", [True, False])
 async def test_the_kv_cache_is_freed_for_training_only_if_the_generator_is_idle(releases: bool):
     shared_weights, generator = SharedWeights(), FakeGenerator()
-    trainer: Any = Rank(gathers=False)
-    await shared_weights.attach_trainer(trainer, TIGHT_MEMORY, run_in_thread=asyncio.to_thread)
+    await shared_weights.attach_trainer(Rank(gathers=False), TIGHT_MEMORY)  # type: ignore[arg-type]
     await shared_weights.attach_generator(generator, should_fill_storage=False)  # type: ignore[arg-type]
     async with shared_weights.run_training_phase(may_release_kv=releases):
         tensor = torch.ones(100 << 18)
