@@ -64,7 +64,9 @@ LONGEST_SOCKET_SUFFIX = "/ray/session_2000-01-01_00-00-00_000000_1000000/sockets
 
 
 @contextlib.contextmanager
-def start_local_ray(cpus: int, object_store_bytes: int) -> Iterator[None]:
+def start_local_ray(
+    cpus: int, object_store_bytes: int, *, gpus: int | None = None
+) -> Iterator[None]:
     """Context that starts a local Ray instance, and shuts the instance down at the end.
 
     object_store_bytes: size of the object store. gpus: GPUs that Ray may use, all by default.
@@ -86,6 +88,7 @@ def start_local_ray(cpus: int, object_store_bytes: int) -> Iterator[None]:
                     ray.init(
                         address="local",
                         num_cpus=cpus,
+                        num_gpus=gpus,
                         include_dashboard=False,
                         log_to_driver=False,
                         logging_level=logging.ERROR,
