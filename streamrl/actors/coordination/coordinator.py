@@ -238,7 +238,7 @@ class CoordinatorActor(PingableActor):
         """Train until the last step or a stop request, save a checkpoint, and check the ledger."""
         run_state, config = self._run_state, self._config
         self._step_reporter = StepReporter(
-            config, [*self._role_actors.values()], self._driver_events, start_s=time.time()
+            config, [*self._role_actors.values()], self._driver_events
         )
         reporting = self._step_reporter.start()
         try:

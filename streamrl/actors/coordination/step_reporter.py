@@ -42,17 +42,12 @@ class StepReporter:
     """Collects the activity of all actors after each step and posts the metrics row of the step."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        roles: Sequence[RoleActors],
-        events: DriverEvents,
-        *,
-        start_s: float,
+        self, config: RunConfig, roles: Sequence[RoleActors], events: DriverEvents
     ) -> None:
         self._config = config
         self._roles = roles
         self._driver_events = events
-        self._window_start = start_s
+        self._window_start = 0.0
         self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
         self._recorded: dict[str, RecordedGroup] = {}
         self._advantages: dict[str, dict[int, float]] = {}

@@ -368,11 +368,8 @@ def make_deepspeed_config(module: PreTrainedModel, config: TrainerConfig) -> dic
         },
     }
     if config.offload_optimizer:
-        pin_memory = has_local_gpu()
-        settings["zero_optimization"]["offload_optimizer"] = {
-            "device": "cpu",
-            "pin_memory": pin_memory,
-        }
+        offload = {"device": "cpu", "pin_memory": has_local_gpu()}
+        settings["zero_optimization"]["offload_optimizer"] = offload
         # DeepSpeed's own AdamW for CPUs needs a compiler; torch's fused one does not.
         settings["zero_force_ds_cpu_optimizer"] = False
     if module.dtype == torch.bfloat16:

@@ -89,7 +89,7 @@ class Reported:
             RoleActors(calls["generator"], ["generator-0"], [FakeActor(self.generator)]),
             RoleActors(calls["policy"], ["trainer-0"], [FakeActor(self.rank)]),
         ]
-        self.reporter = StepReporter(load_config(RECIPE), roles, self.feed, start_s=0.0)
+        self.reporter = StepReporter(load_config(RECIPE), roles, self.feed)
         self.reporter.start()
 
     async def finish(self) -> Sequence[StepReport]:
