@@ -55,7 +55,7 @@ class BenchmarkPublisher:
         """Publish through this transport from now on."""
         self.end()
         self._outlet = make_spec(transport).make_writer(MODEL)
-        self._outlet.set_readers(readers)
+        self._outlet.set_readers(dict.fromkeys(readers, ()))
 
     def publish(self, version: int) -> tuple[WeightManifest, float, float]:
         """Publish a version; return its seconds, and the seconds to copy its bytes in memory."""

@@ -341,6 +341,7 @@ async def pull_version(
         logprob_diff=difference,
         copied_bytes=fetched.copied_bytes + loaded.copied_bytes,
         warnings=loaded.verification.warnings,
+        layouts=loaded.layouts,
     )
 
 

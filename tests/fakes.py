@@ -35,6 +35,7 @@ from streamrl.stream.stage_worker import StageResult
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.user_code.service_gate import request_service
 from streamrl.weights import WeightLoadStats, WeightManifest
+from streamrl.weights.rank_slices import Readers
 from streamrl.weights.versions import (
     FetchedWeights,
     FollowerState,
@@ -332,7 +333,7 @@ class FakeTrainer:
     def is_frozen(self, version: int) -> bool:
         return version < self.frozen_until
 
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, readers: Readers) -> WeightManifest:
         assert not self.is_publishing, "a version is already being published"
         before, self.is_publishing = self.weights, True
         await asyncio.sleep(self.publish_s)
@@ -388,7 +389,7 @@ class FakeReference:
     trainer: FakeTrainer
     publish_s: float
 
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, readers: Readers) -> WeightManifest:
         before = self.trainer.weights
         await asyncio.sleep(self.publish_s)
         assert self.trainer.weights == before, "the weights changed during the publish"

@@ -5,7 +5,7 @@ Replicas join and leave during a run. They hold no state that a restart would lo
 
 import asyncio
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from streamrl.actors.actor_context import ActorContext
@@ -13,6 +13,7 @@ from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor
 from streamrl.dataflow import EMA_REFERENCE, ModelCall
+from streamrl.errors import WeightsError
 from streamrl.pipeline import follow_weights
 from streamrl.run_dir.crash_stacks import record_crash_reason, record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
@@ -39,8 +40,11 @@ class RemoteWeightChannel:
         self._transport_reader: TransportReader | None = (
             context.transport.make_reader(role, follower) if shared_weights is None else None
         )
+        self._takes_slices = False
 
     async def wait_for_newer(self, state: FollowerState, *, wait_s: float) -> WeightManifest | None:
+        if state.pull is not None:
+            self._takes_slices = bool(state.pull.layouts)
         manifest = await call_actor(
             self._coordinator,
             "coordinator",
@@ -62,15 +66,21 @@ class RemoteWeightChannel:
 
     def _fetch_version(self, manifest: WeightManifest) -> FetchedWeights:
         # Imports torch, which only actors with a model need.
-        from streamrl.weights.buckets import unpack_tensors
+        from streamrl.weights.buckets import unpack_slices, unpack_tensors
 
         reader = self._transport_reader
         assert reader is not None
-        bytes_before = reader.bytes_fetched
-        tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
-        return FetchedWeights(
-            tensors, reader.bytes_fetched - bytes_before, reader.fallback_reason or ""
-        )
+        bytes_before, fault = reader.bytes_fetched, ""
+        tensors: Mapping[str, Any] = {}
+        try:
+            if self._takes_slices and (slices := reader.fetch_slices(manifest)):
+                tensors = unpack_slices(manifest, slices)
+        except WeightsError as error:
+            fault = str(error)  # the whole version may arrive
+        if not tensors:
+            tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+            fault = fault or reader.fallback_reason or ""
+        return FetchedWeights(tensors, reader.bytes_fetched - bytes_before, fault)
 
 
 class ReplicaActor(PingableActor):

@@ -27,6 +27,7 @@ from streamrl.files.atomic_write import wrap_checkpoint_errors
 from streamrl.files.file_proofs import FileProof, list_files, prove_files
 from streamrl.messages import Columns
 from streamrl.weights import WeightManifest
+from streamrl.weights.rank_slices import Readers
 from streamrl.weights.versions import LogprobCheck, make_check_sequences
 
 OTHERS_FILE = re.compile(r"_\d{5}[._]|^\.")
@@ -226,11 +227,11 @@ class TrainerActor(RankActor):
                 return await self._run_in_thread(self._model.update, loss_denominator, version)
 
     async def publish_weights(
-        self, version: int, followers: Sequence[str], should_check: bool
+        self, version: int, followers: Readers, should_check: bool
     ) -> WeightManifest | None:
         """Publish the weights as `version`. All ranks must call; rank 0 returns the manifest.
 
-        followers: names of the current followers, for transports that address them.
+        followers: the current followers, for transports that address them.
         should_check: add a logprob check to the manifest.
         """
         # The KV cache may only go while the generator is paused, that is, while weights change.
@@ -250,9 +251,7 @@ class TrainerActor(RankActor):
                 manifest = await send(self._send_model, version, followers)
                 return manifest and replace(manifest, logprob_check=logprob_check)
 
-    async def publish_reference(
-        self, version: int, followers: Sequence[str]
-    ) -> WeightManifest | None:
+    async def publish_reference(self, version: int, followers: Readers) -> WeightManifest | None:
         """Update and publish the EMA reference, which rank 0 owns; rank 0 returns the manifest.
 
         All ranks must call.
@@ -276,12 +275,12 @@ class TrainerActor(RankActor):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._publish_thread, send_aside)
 
-    def _send_model(self, version: int, followers: Sequence[str]) -> WeightManifest | None:
+    def _send_model(self, version: int, followers: Readers) -> WeightManifest | None:
         if self._shared_weights is not None:
             return self._shared_weights.publish_version(version)
         return self._send_tensors(self._role, iter(self._model.full_state()), version, followers)
 
-    def _send_reference(self, version: int, followers: Sequence[str]) -> WeightManifest | None:
+    def _send_reference(self, version: int, followers: Readers) -> WeightManifest | None:
         model = iter(self._model.full_state())
         # On a retry the reference was already updated; only the send failed.
         if self._has_reference and version > self._reference_version:
@@ -299,7 +298,7 @@ class TrainerActor(RankActor):
         role: str,
         tensors: "Iterator[tuple[str, Tensor]]",
         version: int,
-        followers: Sequence[str],
+        followers: Readers,
     ) -> WeightManifest | None:
         """Send tensors by the role's writer; a rank without a writer only takes part in gathers."""
         from streamrl.weights.buckets import publish_version

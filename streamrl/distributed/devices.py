@@ -127,9 +127,14 @@ def set_gpu_rng_state(state: "torch.Tensor | None") -> None:
         _get_gpu_module().set_rng_state(state)
 
 
-def make_gpu_stream() -> Any:
-    """Return a new stream of the current GPU, whose work no other stream delays."""
-    return _get_gpu_module().Stream()
+def get_rank_device(device: "torch.device", rank: int) -> "torch.device":
+    """Return the device of a rank whose process is on the same node as `device`, of rank 0."""
+    return device if device.index is None else _get_torch().device(device.type, device.index + rank)
+
+
+def make_gpu_stream(device: "torch.device | None" = None) -> Any:
+    """Return a new stream of a GPU, the current one by default, which no other stream delays."""
+    return _get_gpu_module().Stream(device)
 
 
 def get_current_gpu_stream() -> Any:

@@ -105,6 +105,25 @@ def subtract_boxes(boxes: Iterable[TensorBox], removed: Iterable[TensorBox]) -> 
     return remainder
 
 
+def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
+    """Return sorted boxes of the same elements, in which adjacent ones are one where possible.
+
+    boxes: disjoint, of one tensor.
+    """
+    merged = sorted(boxes)
+    for dim in range(len(merged[0].start)):
+        rest, merged = sorted(merged, key=lambda b: (b.narrow(dim, 0, 1), b.start[dim])), []
+        for box in rest:
+            last = merged[-1] if merged else box
+            if last.narrow(dim, box.start[dim], box.stop[dim]) == box and (
+                last.stop[dim] == box.start[dim]
+            ):
+                merged[-1] = last.narrow(dim, last.start[dim], box.stop[dim])
+            else:
+                merged.append(box)
+    return sorted(merged)
+
+
 def count_elements(boxes: Iterable[TensorBox]) -> int:
     """Return the number of elements in disjoint boxes."""
     return sum(box.numel for box in boxes)

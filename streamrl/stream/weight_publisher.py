@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
 from streamrl.dataflow import EMA_REFERENCE, POLICY
 from streamrl.engines.trainer_config import ReferenceConfig
@@ -10,6 +10,7 @@ from streamrl.errors import WeightsError
 from streamrl.stream.device_lease import DedicatedDeviceLease
 from streamrl.stream.protocols import DeviceLease
 from streamrl.weights import WeightManifest
+from streamrl.weights.rank_slices import Readers
 from streamrl.weights.transport import estimate_send_s
 from streamrl.weights.versions import WeightFault, WeightRegistry
 
@@ -19,8 +20,8 @@ RETRY_S = 0.5
 """Delay before the first retry, s; doubles with each retry."""
 
 
-PublishFunction = Callable[[int, Sequence[str]], Awaitable[WeightManifest]]
-"""Publishes the current model as a version, to the followers of these names.
+PublishFunction = Callable[[int, Readers], Awaitable[WeightManifest]]
+"""Publishes the current model as a version, to these followers.
 
 In a run it is `publish_weights` of the role's TrainerGroup. Raises WeightsError on failure; a
 retry may succeed.

@@ -10,6 +10,7 @@ threads share a bucket.
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import xxhash
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.parameters import as_tensor
+from streamrl.weights.rank_slices import RankSlices
 from streamrl.weights.transport import TransportWriter
 from streamrl.weights.versions import TensorSlot, WeightBucket, WeightManifest
 
@@ -107,7 +109,7 @@ def publish_version(
         del data  # otherwise the loop variable keeps the bucket alive while the next one is filled
     manifest = WeightManifest(version, tuple(buckets), tuple(handles))
     writer.commit_version(manifest)
-    return manifest
+    return replace(manifest, rank_manifests=writer.rank_manifests)
 
 
 class RunningChecksum:
@@ -193,11 +195,7 @@ def unpack_tensors(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[st
         if fault:
             location = f"weights version {manifest.version}, bucket {index} of {num_buckets}"
             raise WeightsError(f"{location}: {fault}")
-    return {
-        slot.name: view_tensor(data, slot)
-        for bucket, data in zip(manifest.buckets, arrays, strict=True)
-        for slot in bucket.slots
-    }
+    return view_tensors(manifest, arrays)
 
 
 def _find_fault(bucket: WeightBucket, data: Array, checksum: str) -> str | None:
@@ -210,6 +208,27 @@ def _find_fault(bucket: WeightBucket, data: Array, checksum: str) -> str | None:
     if checksum == bucket.checksum:
         return None
     return f"checksum is {checksum}, expected {bucket.checksum}"
+
+
+def unpack_slices(manifest: WeightManifest, rank_arrays: Sequence[Sequence[Array]]) -> RankSlices:
+    """Verify the buckets of each rank, as `unpack_tensors` does; return the slices of all ranks."""
+    slices = RankSlices()
+    pairs = zip(manifest.rank_manifests, rank_arrays, strict=True)
+    for rank, (rank_manifest, arrays) in enumerate(pairs):
+        try:
+            slices |= unpack_tensors(rank_manifest, arrays)
+        except WeightsError as error:
+            raise WeightsError(f"slices of rank {rank}: {error}") from error
+    return slices
+
+
+def view_tensors(manifest: WeightManifest, arrays: Iterable[Array]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a version by name, as views of its buckets."""
+    return {
+        slot.name: view_tensor(data, slot)
+        for bucket, data in zip(manifest.buckets, arrays, strict=False)
+        for slot in bucket.slots
+    }
 
 
 def view_tensor(data: Array, slot: TensorSlot) -> torch.Tensor:

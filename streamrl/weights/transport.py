@@ -13,6 +13,7 @@ from typing import Any
 
 from streamrl.messages import Array
 from streamrl.weights.config import TRANSPORT_MODULES
+from streamrl.weights.rank_slices import Readers
 from streamrl.weights.versions import WeightBucket, WeightManifest
 
 MIN_BYTES_PER_S = 100e6
@@ -33,10 +34,15 @@ def estimate_model_send_s(file_bytes: int) -> float:
 
 
 class TransportWriter:
-    """Publisher's end of a transport. Handles one version at a time, from one thread."""
+    """Publisher's end of a transport. Handles one version at a time, from one thread.
 
-    def set_readers(self, names: Sequence[str]) -> None:
-        """Set the names of the readers of the next versions; others may join at any time."""
+    rank_manifests: of the committed version, those of the slices that it sends to each rank.
+    """
+
+    rank_manifests: tuple[WeightManifest, ...] = ()
+
+    def set_readers(self, readers: Readers) -> None:
+        """Set the readers of the next versions; others may join at any time."""
 
     def begin_version(self, version: int) -> None:
         """Start writing `version`, to which the buckets committed next belong."""
@@ -77,6 +83,13 @@ class TransportReader:
         if a bucket is not available (any more).
         """
         raise NotImplementedError
+
+    def fetch_slices(self, manifest: WeightManifest) -> Sequence[Sequence[Array]]:
+        """Return the buckets of each rank's manifest; empty if they are not sent to this reader.
+
+        As `fetch_buckets` otherwise. The error names the rank.
+        """
+        return ()
 
     def close(self) -> None:
         """Free all resources, except fetched arrays."""

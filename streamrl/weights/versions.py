@@ -18,6 +18,7 @@ import numpy as np
 
 from streamrl.errors import LogprobCheckError, WeightsError
 from streamrl.messages import Array
+from streamrl.weights.rank_slices import Readers, SliceLayout
 
 SEQUENCE_LENGTHS = (64, 64, 64, 512)
 """Tokens per sequence, capped by the rollout length. The last is longer than the attention windows
@@ -130,12 +131,15 @@ class WeightManifest:
     """Buckets of a version and, for each bucket, the transport's handle by which readers fetch it.
 
     If `logprob_check` is set, followers compare their log-probabilities with the trainer's.
+    rank_manifests: of the same version, for each rank of split generators its slices; empty if none
+    takes them.
     """
 
     version: int
     buckets: tuple[WeightBucket, ...]
     handles: tuple[Any, ...]
     logprob_check: LogprobCheck | None = None
+    rank_manifests: "tuple[WeightManifest, ...]" = ()
 
     @property
     def num_bytes(self) -> int:
@@ -186,13 +190,15 @@ class WeightLoadStats:
     pause_s: seconds in which the model did not compute. num_interrupted: running rollouts that
     continue under the new version. copied_bytes: bytes of weights copied, including cast or merged
     ones; all other weights are used in place. verification: comparison with the published
-    parameters.
+    parameters. layouts: what each rank of a split generator reads; empty if it is unknown or
+    everything.
     """
 
     pause_s: float = 0.0
     num_interrupted: int = 0
     copied_bytes: int = 0
     verification: LoadVerification = LoadVerification()
+    layouts: Sequence[SliceLayout] = ()
 
 
 class ServedVersion:
@@ -258,6 +264,7 @@ class PullStats:
     - copied_bytes: bytes copied within processes, from the trainer's to the served tensors; NaN if
       unknown.
     - warnings: the engine's warnings about weights that it did not load.
+    - layouts: as in `WeightLoadStats`.
     """
 
     pull_s: float = 0.0
@@ -268,6 +275,7 @@ class PullStats:
     fallback_reason: str = ""
     copied_bytes: float = math.nan
     warnings: Sequence[str] = ()
+    layouts: Sequence[SliceLayout] = ()
 
 
 @dataclass(frozen=True)
@@ -385,6 +393,7 @@ class WeightRegistry:
         self._manifests: list[WeightManifest] = []
         self._version_published = asyncio.Event()
         self._follower_versions: dict[str, int] = {}
+        self._follower_layouts: dict[str, Sequence[SliceLayout]] = {}
         #: The version that each follower is loading, and when it began by the event loop's clock.
         self.loads: dict[str, tuple[WeightManifest, float]] = {}
         self._publish_durations_s: list[float] = []
@@ -397,9 +406,10 @@ class WeightRegistry:
         return self._manifests[-1].version if self._manifests else -1
 
     @property
-    def followers(self) -> list[str]:
-        """Names of all current followers, sorted."""
-        return sorted(self._follower_versions)
+    def followers(self) -> Readers:
+        """All current followers, sorted; with the layouts of ranks that those of now loaded."""
+        names = sorted(self._follower_versions)
+        return {name: self._follower_layouts.get(name, ()) for name in names}
 
     def add_manifest(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
         """Add a published version, or replace the newest one if it was published again.
@@ -440,6 +450,7 @@ class WeightRegistry:
     def remove_follower(self, follower: str) -> None:
         """Forget a follower that left, so that the version lag no longer includes it."""
         self._follower_versions.pop(follower, None)
+        self._follower_layouts.pop(follower, None)
         self.loads.pop(follower, None)
 
     def _record_state(self, follower: str, state: FollowerState) -> None:
@@ -448,6 +459,7 @@ class WeightRegistry:
         self.loads.pop(follower, None)
         if state.pull is not None:
             self._pulls.append(state.pull)
+            self._follower_layouts[follower] = state.pull.layouts
             if state.pull.fallback_reason:
                 self._on_fault(
                     FALLBACK_USED, follower, WeightFault(state.version, state.pull.fallback_reason)

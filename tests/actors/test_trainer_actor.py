@@ -122,7 +122,7 @@ async def test_a_generator_that_may_sample_keeps_its_kv_cache():
     await shared_weights.invalidate_weights()
     for label in ("changed", "sent again"):
         calls.append(label)
-        await actor.publish_weights(3, (), False)
+        await actor.publish_weights(3, {}, False)
     changed, resent = calls.index("changed"), calls.index("sent again")
     assert "sleep" in calls[changed:resent]
     assert "sleep" not in calls[resent:]
@@ -195,11 +195,11 @@ async def test_all_ranks_finish_gathering_after_a_failed_send():
     actor_0, actor_1 = await start_actor(rank_0, 0, {POLICY: writer}), await start_actor(rank_1, 1)
     writer.failures = 1
     with pytest.raises(WeightsError, match="the disk is full"):
-        await actor_0.publish_weights(1, [], False)
-    assert await actor_1.publish_weights(1, [], False) is None
+        await actor_0.publish_weights(1, {}, False)
+    assert await actor_1.publish_weights(1, {}, False) is None
     assert rank_0.gathered == rank_1.gathered == [4]
-    assert values(await actor_0.publish_weights(1, [], False)) == [1.0]
-    assert await actor_1.publish_weights(1, [], False) is None
+    assert values(await actor_0.publish_weights(1, {}, False)) == [1.0]
+    assert await actor_1.publish_weights(1, {}, False) is None
     assert rank_0.gathered == rank_1.gathered == [4, 4]
 
 
@@ -207,15 +207,15 @@ async def test_a_reference_is_updated_once_across_failed_sends():
     rank_0, rank_1, writer = ShardedRank(), ShardedRank(), FailingWriter()
     actor_0 = await start_actor(rank_0, 0, {EMA_REFERENCE: writer})
     actor_1 = await start_actor(rank_1, 1)
-    assert values(await actor_0.publish_reference(0, [])) == [1.0]
+    assert values(await actor_0.publish_reference(0, {})) == [1.0]
     rank_0.value = 2.0
     writer.failures = 1
     with pytest.raises(WeightsError, match="the disk is full"):
-        await actor_0.publish_reference(1, [])
-    assert values(await actor_0.publish_reference(1, [])) == [1.5]
-    assert values(await actor_0.publish_reference(2, [])) == [1.75]
+        await actor_0.publish_reference(1, {})
+    assert values(await actor_0.publish_reference(1, {})) == [1.5]
+    assert values(await actor_0.publish_reference(2, {})) == [1.75]
     for version in (0, 1, 1, 2):
-        assert await actor_1.publish_reference(version, []) is None
+        assert await actor_1.publish_reference(version, {}) is None
     assert rank_0.gathered == rank_1.gathered == [4] * 4
 
 
@@ -230,15 +230,15 @@ async def test_a_failed_first_publish_leaves_the_reference_on_its_schedule(
     actor = await start_actor(rank, resume_dir=tmp_path if resumes else None)
     rank.value, rank.failures = 2.0, 1
     with pytest.raises(WeightsError, match="was not gathered"):
-        await actor.publish_reference(5, [])
-    assert values(await actor.publish_reference(5, [])) == [first_value]
+        await actor.publish_reference(5, {})
+    assert values(await actor.publish_reference(5, {})) == [first_value]
     rank.value = 4.0
-    assert values(await actor.publish_reference(6, [])) == [(first_value + 4.0) / 2]
+    assert values(await actor.publish_reference(6, {})) == [(first_value + 4.0) / 2]
 
 
 async def test_only_rank_0_reads_unsharded_parameters():
     rank = ShardedRank(has_sharded_params=False)
-    assert await (await start_actor(rank, 1)).publish_weights(1, [], False) is None
+    assert await (await start_actor(rank, 1)).publish_weights(1, {}, False) is None
     assert rank.gathered == []
 
 
@@ -266,8 +266,8 @@ async def test_only_whole_parameters_are_read_on_a_stream_of_their_own(
     monkeypatch.setattr(trainer, "has_local_gpu", lambda: True)
     monkeypatch.setattr(trainer, "make_gpu_stream", lambda: "side stream")
     actor = await start_actor(NotingRank(has_sharded_params=is_sharded))
-    await actor.publish_weights(1, [], False)
-    await actor.publish_reference(1, [])
+    await actor.publish_weights(1, {}, False)
+    await actor.publish_reference(1, {})
     assert read_aside == [not is_sharded] * 8
 
 

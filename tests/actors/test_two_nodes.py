@@ -287,7 +287,7 @@ class Publisher:
         self._outlet = spec.make_writer(POLICY)
 
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
-        self._outlet.set_readers(readers)
+        self._outlet.set_readers(dict.fromkeys(readers, ()))
         return VERSIONS.publish(self._outlet, version)
 
 

@@ -248,7 +248,7 @@ def broadcast_rank(rank: int, pipes: Sequence[Any]) -> Any:
         writer = None if rank else collective.make_writer(spec, "policy")
         for version in range(3):
             if writer is not None:
-                writer.set_readers(["reader"])
+                writer.set_readers({"reader": ()})
                 pipe.send(VERSIONS.publish(writer, version))
                 outcomes.append(pipe.recv())
             else:

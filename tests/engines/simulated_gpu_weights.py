@@ -83,7 +83,7 @@ def load_by_worker(path: str, groups: Groups) -> dict[str, Any]:
     weight_loader.start_worker_loader(worker, parameters, path, True)
     with share_tensors(published) as files:
         before = SimulatedGpu.host_bytes
-        load = weight_loader.load_from_files(worker, files)
+        load = weight_loader.load_from_files(worker, files, is_sliced=False)
         host_bytes = SimulatedGpu.host_bytes - before
     held = worker.model.get_parameter(f"{ADAPTED}.weight")
     return {

@@ -21,10 +21,14 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.vllm import weight_loader
 from streamrl.engines.vllm.local_pieces import make_storage
 from streamrl.errors import LogprobCheckError, StreamError
+from streamrl.weights import WeightManifest
+from streamrl.weights.buckets import publish_version, unpack_slices, unpack_tensors
+from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
 from tests import forked
 from tests.engines.flight import SHORT, start_engine
 from tests.engines.tiny_families import make_model as make_family
 from tests.engines.tiny_qwen import fill, save, tiny_model, weights_of, worst_error
+from tests.weights.local_transport import LocalReader, LocalWriter
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -207,6 +211,76 @@ async def test_every_version_reaches_every_rank(tmp_path: Path, kind: str, start
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
     assert not list_ranks()
+
+
+def lose_slice(worker: Any) -> None:
+    """Have rank 1 miss one slice of the next version."""
+    loader = worker.streamrl_loader.rank_loader
+    load = loader.load_slices
+
+    def load_rest(slices: dict[str, torch.Tensor]) -> Any:
+        del loader.load_slices
+        return load(dict(list(slices.items())[1:]))
+
+    if worker.rank == 1:
+        loader.load_slices = load_rest
+
+
+class SliceTransport:
+    """Publisher and generator's end of broadcasts in this process, by Gloo."""
+
+    def __init__(self) -> None:
+        options: Any = {"timeout_s": 8.0}
+        self.writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", **options)
+        self.reader = CollectiveReader("generator-0", LocalReader(), **options)
+
+    def publish(self, model: PreTrainedModel, version: int, layouts: Any) -> WeightManifest:
+        self.writer.set_readers({"generator-0": layouts})
+        tensors = weights_of(model).items()
+        return publish_version(tensors, version=version, bucket_bytes=100_000, writer=self.writer)
+
+    def close(self) -> None:
+        self.reader.close()
+        self.writer.close()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+async def test_slices_of_a_version_reach_every_rank(tmp_path: Path, kind: str):
+    models = {version: MODELS[kind](version) for version in range(4)}
+    num_bytes = count_rank_bytes(models[0])
+    transport = SliceTransport()
+    layouts: Any = ()
+    async with start_engine(save(models[0], tmp_path, ends=False), CONFIG) as engine:
+        for version in range(4):
+            manifest = transport.publish(models[version], version, layouts)
+            tensors: Any
+            if version == 0:  # what each rank reads is not known yet
+                buckets = await asyncio.to_thread(transport.reader.fetch_buckets, manifest)
+                tensors = unpack_tensors(manifest, buckets)
+            else:
+                received = await asyncio.to_thread(transport.reader.fetch_slices, manifest)
+                tensors = unpack_slices(manifest, received)
+                sent = [
+                    sum(slot.num_bytes for bucket in rank.buckets for slot in bucket.slots)
+                    for rank in manifest.rank_manifests
+                ]
+                assert sent == [num_bytes] * 2
+            if version == 2:
+                await call_ranks(engine, lose_slice)
+            loaded = await engine.load_weights(tensors, version)
+            layouts = loaded.layouts
+            loader: Any = engine._thread._weight_loader
+            assert loader.plan.count_received_bytes() == {0: num_bytes, 1: num_bytes}
+            if version == 2:
+                ranks = {n.rpartition(" ")[2] for n in loaded.verification.differing_names}
+                assert ranks == {"1"}
+                continue
+            assert version == 0 or loader.rank_bytes == [num_bytes] * 2
+            assert not loaded.verification.differing_names
+            assert version == 3 or loaded.verification.num_compared
+            rollouts = await engine.generate(SHORT, seeds=range(4), max_new_tokens=64)
+            assert worst_error(rollouts, models) < 1e-4
+    transport.close()
 
 
 def hold_engine(pipe: Connection, folder: str) -> None:

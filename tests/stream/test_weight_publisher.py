@@ -1,7 +1,7 @@
 """Weight publisher: concurrency, retries, resends, waits."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +11,7 @@ from streamrl.errors import WeightsError
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from streamrl.stream.weight_publisher import PUBLISH_ATTEMPTS, WeightPublisher, is_publish_due
 from streamrl.weights import WeightManifest
+from streamrl.weights.rank_slices import Readers
 from streamrl.weights.versions import WeightFault, WeightRegistry
 from tests.virtual_time import in_virtual_time
 
@@ -23,7 +24,7 @@ class Source:
         self.failures = failures
         self.versions: list[int] = []
 
-    async def __call__(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def __call__(self, version: int, readers: Readers) -> WeightManifest:
         self.versions.append(version)
         await asyncio.sleep(self.publish_s)
         if version == 3 and self.failures:

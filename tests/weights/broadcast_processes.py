@@ -78,7 +78,7 @@ class Broadcasting:
 
     def put(self) -> WeightManifest:
         self.version += 1
-        self.writer.set_readers([reader.name for reader in self.readers])
+        self.writer.set_readers({reader.name: () for reader in self.readers})
         return VERSIONS.publish(self.writer, self.version)
 
     def round(self, readers: Sequence[Reader] | None = None) -> list[tuple[bool, str | None]]:

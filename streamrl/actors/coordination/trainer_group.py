@@ -12,6 +12,7 @@ from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
 from streamrl.run_dir.checkpoint import CheckpointWriter, get_role_dirs
 from streamrl.stream.train_step import add_metric_sums
 from streamrl.weights import WeightManifest
+from streamrl.weights.rank_slices import Readers
 from streamrl.weights.versions import is_logprob_check_due
 
 
@@ -135,7 +136,7 @@ class TrainerGroup(ParallelTrainer):
         metrics: Mapping[str, float] = replies[0]
         return metrics
 
-    async def publish_weights(self, version: int, followers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, followers: Readers) -> WeightManifest:
         """Publish the model as `version` to these followers; return the manifest."""
         async with self._publish_lock, self._ranks.exclude_others():
             if version != self._published_version:  # a retry repeats the first decision
@@ -152,7 +153,7 @@ class TrainerGroup(ParallelTrainer):
         assert isinstance(manifest, WeightManifest)
         return manifest
 
-    async def publish_reference(self, version: int, followers: Sequence[str]) -> WeightManifest:
+    async def publish_reference(self, version: int, followers: Readers) -> WeightManifest:
         """Update the policy's EMA reference and publish it as `version`; return the manifest."""
         async with self._publish_lock, self._ranks.exclude_others():
             manifest, *_ = await self._ranks.call_ranks("publish_reference", version, followers)

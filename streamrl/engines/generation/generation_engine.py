@@ -53,6 +53,7 @@ from streamrl.messages import (
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import WeightLoadStats
 from streamrl.weights.parameters import LORA_SCALE, ParameterSet, build_full_weights
+from streamrl.weights.rank_slices import RankSlices
 from streamrl.weights.transport import estimate_send_s
 
 
@@ -646,7 +647,9 @@ class GenerationEngine:
 async def _build_weights(
     tensors: Mapping[str, torch.Tensor | Array], parameters: ParameterSet, model_path: str
 ) -> Mapping[str, torch.Tensor]:
-    """Return all of vLLM's parameters by name, from those that were published."""
+    """Return all of vLLM's parameters by name, from those that were published; or the slices."""
+    if isinstance(tensors, RankSlices):
+        return tensors
     # vLLM does not know the value head of a model shared by policy and critic.
     known = {n: value for n, value in tensors.items() if not n.startswith(VALUE_HEADS)}
     device = get_local_device()

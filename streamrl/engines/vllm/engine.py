@@ -525,7 +525,8 @@ class EngineThread:
                 engine.reset_prefix_cache(reset_running_requests=True)
             verification = replace(verification, warnings=LOAD_WARNINGS.drain_warnings())
             pause_s = time.monotonic() - start_s
-            return WeightLoadStats(pause_s, interrupted, copied_bytes, verification)
+            layouts = self._weight_loader.layouts
+            return WeightLoadStats(pause_s, interrupted, copied_bytes, verification, layouts)
 
         return self._submit(command)
 

@@ -7,15 +7,17 @@ slices. After the first versions, `LoadCheck` compares what the rank read with w
 The slices of the first version are the rank's layout. The layouts of all ranks must cover the
 model, and later versions must read the same slices: `plan_loads` checks the first, `RankLoader` the
 second. Together with the sums of each rank, every rank is shown to hold its part of what was
-published.
+published. A publisher that knows the layout can send slices alone (`load_slices`).
 """
 
 import copy
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import mul
 from typing import Any
 
 import torch
@@ -35,13 +37,14 @@ from streamrl.engines.vllm.local_pieces import (
 )
 from streamrl.engines.vllm.plain_layers import choose_linears, keep_plain_linears
 from streamrl.files.hf_config import RECOMPUTED_TENSORS
-from streamrl.resharding.boxes import TensorBox, subtract_boxes
+from streamrl.resharding.boxes import TensorBox, merge_boxes, subtract_boxes
 from streamrl.resharding.layouts import ModelLayout, TensorShard, create_whole_shard
 from streamrl.resharding.plans import CopyPlan, NodeTopology, plan_copies
 from streamrl.resharding.storage import ShardStorage
 from streamrl.resharding.tensor_specs import ModelSpec, TensorSpec
 from streamrl.weights import LoadVerification
-from streamrl.weights.parameters import ParameterSet, load_stored_weights
+from streamrl.weights.parameters import MergedWeights, ParameterSet, load_stored_weights
+from streamrl.weights.rank_slices import SliceLayout, make_slice_name
 from streamrl.weights.versions import NUM_INITIAL_CHECKS
 
 #: vLLM's worker of a rank.
@@ -59,26 +62,37 @@ COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 class WatchedTensor:
     """Tensor whose reads are recorded, and what was read so far.
 
-    shape, strides, offset: of the tensor in its storage. boxes: slices, disjoint. prints: of the
-    values that went into a model, by dtype.
+    address: of the first element. boxes: slices, disjoint. prints: of the values that went into a
+    model, by dtype.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
-    boxes: list[TensorBox]
-    prints: dict[torch.dtype, TensorFingerprint]
+    address: int
+    boxes: list[TensorBox] = field(default_factory=list)
+    prints: dict[torch.dtype, TensorFingerprint] = field(default_factory=dict)
 
-    def find_box(self, view: Tensor) -> TensorBox:
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "WatchedTensor":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.itemsize, tensor.data_ptr())
+
+    def find_address(self, box: TensorBox) -> int:
+        """Return the address of the first element of a box."""
+        return self.address + self.itemsize * sum(map(mul, box.start, self.strides))
+
+    def find_box(
+        self, address: int, view_shape: Sequence[int], view_strides: Sequence[int]
+    ) -> TensorBox:
         """Return the box of a view; the whole tensor if a view of another shape is no box."""
-        rest = int(view.storage_offset())
+        rest = (address - self.address) // self.itemsize
         order = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
         starts = dict.fromkeys(order, 0)
         for dim in order:
             if self.shape[dim] > 1:
                 starts[dim], rest = divmod(rest, self.strides[dim])
         sizes = {
-            stride: size for stride, size in zip(view.stride(), view.shape, strict=True) if size > 1
+            stride: size for stride, size in zip(view_strides, view_shape, strict=True) if size > 1
         }
         start = tuple(starts[dim] for dim in range(len(self.shape)))
         stop = tuple(
@@ -112,9 +126,8 @@ class ReadRecorder(TorchDispatchMode):
             self._register(name, alias, is_copy=False)
             return alias
         dtypes = () if self._load_check is None else self._load_check.dtypes
-        self.watched[name] = WatchedTensor(
-            tuple(alias.shape), alias.stride(), alias.itemsize, [], dict.fromkeys(dtypes, NO_VALUES)
-        )
+        self.watched[name] = WatchedTensor.from_tensor(alias)
+        self.watched[name].prints = dict.fromkeys(dtypes, NO_VALUES)
         self._register(name, alias, is_copy=False)
         return alias
 
@@ -126,6 +139,20 @@ class ReadRecorder(TorchDispatchMode):
     def sort_boxes(self) -> dict[str, list[TensorBox]]:
         """Return the slices of each tensor that were read."""
         return {name: sorted(watched.boxes) for name, watched in self.watched.items()}
+
+    def find_layout(self, tensors: Mapping[str, Tensor]) -> dict[str, list[TensorBox]]:
+        """Return the slices that were read of tensors in whose memory the watched ones lie."""
+        owners = {n: WatchedTensor.from_tensor(tensor) for n, tensor in tensors.items()}
+        order = sorted(owners, key=lambda name: owners[name].address)
+        for watched in self.watched.values():
+            for box in watched.boxes:
+                address = watched.find_address(box)
+                index = bisect_right(order, address, key=lambda name: owners[name].address) - 1
+                name = order[max(index, 0)]
+                if 0 <= address - owners[name].address < tensors[name].nbytes:
+                    found = owners[name].find_box(address, box.shape, watched.strides)
+                    owners[name].boxes += subtract_boxes([found], owners[name].boxes)
+        return {n: merge_boxes(owner.boxes) for n, owner in owners.items() if owner.boxes}
 
     def _register(self, name: str, tensor: Tensor, *, is_copy: bool) -> None:
         storage = tensor.untyped_storage()
@@ -158,7 +185,8 @@ class ReadRecorder(TorchDispatchMode):
             return
         watched = self.watched[name]
         self.num_bytes += view.nbytes
-        watched.boxes += subtract_boxes([watched.find_box(view)], watched.boxes)
+        box = watched.find_box(view.data_ptr(), view.shape, view.stride())
+        watched.boxes += subtract_boxes([box], watched.boxes)
 
     def _sum(self, name: str, view: Tensor, is_copy: bool) -> None:
         """Add the values of a slice to the sums of its tensor, once."""
@@ -177,17 +205,21 @@ class RankLoad:
     """Load of a version on one rank.
 
     num_bytes: bytes of the published memory that the rank read. shapes, boxes: of every tensor, and
-    its slices that the rank read; empty if they are those of the last load.
+    its slices that the rank read; empty if they are those of the last load. layout: what the rank
+    reads of later versions; empty if it is unknown.
     """
 
     num_bytes: int
     verification: LoadVerification
     shapes: Mapping[str, tuple[tuple[int, ...], int]]
     boxes: Mapping[str, Sequence[TensorBox]]
+    layout: SliceLayout = field(default_factory=dict)
 
 
 class RankLoader:
     """Loads versions into the model of one vLLM worker, in the worker's process."""
+
+    layouts: Sequence[SliceLayout] = ()
 
     def __init__(
         self,
@@ -206,7 +238,7 @@ class RankLoader:
         """
         self._worker = worker
         self._parameters = parameters
-        self._rank, self._num_ranks = rank, num_ranks
+        self.rank, self._num_ranks = rank, num_ranks
         is_split = num_ranks > 1
         self._model: torch.nn.Module = worker.get_model()
         self._model_path = model_path
@@ -219,6 +251,7 @@ class RankLoader:
         if self._is_on_cpu:
             choose_linears(self._model)
         self._boxes: dict[str, list[TensorBox]] | None = None
+        self._layout: dict[str, list[TensorBox]] = {}
         self._storage: ShardStorage | None = None
         self._num_loads = 0
         #: The model holds the directory's values, to which the first load compares it.
@@ -261,9 +294,8 @@ class RankLoader:
 
         After an exception the model may mix old and new parameters.
         """
-        check = self.load_check if self._num_loads < NUM_INITIAL_CHECKS else None
         is_first = self._num_loads == 0
-        self._num_loads += 1
+        check = self._begin_load()
         if is_first and self._is_loaded and check is not None:
             self._exclude_changed(check)
         recorder = ReadRecorder(check)
@@ -281,6 +313,9 @@ class RankLoader:
             self._storage = self._find_storage(tensors)
             if self._storage is not None:
                 self._boxes = self._storage.list_boxes()
+        if is_first and not isinstance(tensors, MergedWeights):
+            published = {name: tensors[name] for name in self._parameters.unique_names}
+            self._layout = recorder.find_layout(published) if self._storage is None else self._boxes
         moved = {n for n in boxes.keys() | expected.keys() if boxes.get(n) != expected.get(n)}
         differing = sorted({*moved, *verification.differing_names})
         return RankLoad(
@@ -288,7 +323,64 @@ class RankLoader:
             replace(verification, differing_names=differing),
             {n: (w.shape, w.itemsize) for n, w in recorder.watched.items() if is_first},
             boxes if is_first else {},
+            {name: [box.slices for box in own] for name, own in self._layout.items() if is_first},
         )
+
+    def _begin_load(self) -> LoadCheck | None:
+        """Count a load; return the check of its values if they are compared."""
+        self._num_loads += 1
+        return self.load_check if self._num_loads <= NUM_INITIAL_CHECKS else None
+
+    def load_slices(self, slices: Mapping[str, Tensor]) -> RankLoad:
+        """Load slices that were packed by the layout of this rank's first load.
+
+        slices: by `make_slice_name`. Names of tensors of which a slice is missing differ.
+        """
+        pieces = {
+            (name, box): slices.get(make_slice_name(self.rank, name, position))
+            for name, boxes in self._layout.items()
+            for position, box in enumerate(boxes)
+        }
+        missing = {name for (name, _), piece in pieces.items() if piece is None}
+        found = {place: piece for place, piece in pieces.items() if piece is not None}
+        if self._storage is None:
+            load = self.load(self._spread_slices(found))
+        else:
+            load = self._copy_slices(found, self._storage)
+        differing = sorted({*missing, *load.verification.differing_names})
+        return replace(load, verification=replace(load.verification, differing_names=differing))
+
+    def _copy_slices(
+        self, slices: Mapping[tuple[str, TensorBox], Tensor], storage: ShardStorage
+    ) -> RankLoad:
+        for name, box, view in storage:
+            if (name, box) in slices:
+                view.copy_(slices[name, box])
+        verification, check = LoadVerification(), self._begin_load()
+        if check is not None:
+            prints: dict[str, FingerprintsByDtype] = {}
+            for (name, _), piece in slices.items():
+                sums = prints.get(name, dict.fromkeys(check.dtypes, NO_VALUES))
+                prints[name] = {
+                    dtype: TensorFingerprint.from_fingerprints([sums[dtype], values])
+                    for dtype, values in check.make_fingerprints(piece).items()
+                }
+            verification = check.compare_loaded(prints)
+        return RankLoad(sum(piece.nbytes for piece in slices.values()), verification, {}, {})
+
+    def _spread_slices(
+        self, slices: Mapping[tuple[str, TensorBox], Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Return whole tensors with values at the slices alone; the kernel backs no other page."""
+        dtypes = {name: piece.dtype for (name, _), piece in slices.items()}
+        shapes = self._parameters.shapes
+        whole = {
+            name: torch.empty(shapes[name], dtype=dtypes.get(name))
+            for name in self._parameters.unique_names
+        }
+        for (name, box), piece in slices.items():
+            whole[name][box.slices] = piece
+        return self._parameters.expand_tied(whole)
 
     def _find_storage(self, loaded: Mapping[str, Tensor]) -> ShardStorage | None:
         """Return views of the parameters that vLLM has read from `loaded`; None without a mapping.
@@ -296,7 +388,7 @@ class RankLoader:
         They are written in place: CUDA graphs read parameters at fixed addresses.
         """
         pieces = find_local_pieces(
-            *(self._model, self._parameters, loaded), index=self._rank, num_ranks=self._num_ranks
+            *(self._model, self._parameters, loaded), index=self.rank, num_ranks=self._num_ranks
         )
         return make_storage(itertools.chain(*pieces.values()), self._parameters)
 

@@ -48,6 +48,7 @@ from streamrl.weights.parameters import (
     build_full_weights,
     load_stored_weights,
 )
+from streamrl.weights.rank_slices import RankSlices, SliceLayout, is_slice_of
 from streamrl.weights.shared_files import TensorFile, TensorFileReader, share_tensors
 
 #: vLLM's LLMEngine.
@@ -58,6 +59,8 @@ VllmWorker = Any
 
 class WeightLoader:
     """Loads weights into the model of a single-process engine; belongs to the engine's thread."""
+
+    layouts: Sequence[SliceLayout] = ()
 
     def __init__(
         self, engine: VllmEngine, parameters: ParameterSet, model_path: str, *, is_loaded: bool
@@ -218,12 +221,14 @@ def view_as_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
 class WorkerWeightLoader:
     """Loads weights into all worker processes that vLLM has started for a tensor-parallel engine.
 
-    Every worker maps the memory of a version and reads its own slices (`RankLoader`).
+    Every worker maps the memory of a version and reads its own slices (`RankLoader`), or those that
+    were sent for it (`RankSlices`).
     """
 
     #: Bytes that each rank reads by the plan of the first version, and has read of the last one.
     plan: CopyPlan
     rank_bytes: Sequence[int] = ()
+    layouts: Sequence[SliceLayout] = ()
 
     def __init__(
         self, engine: VllmEngine, parameters: ParameterSet, model_path: str, *, is_loaded: bool
@@ -234,10 +239,13 @@ class WorkerWeightLoader:
     def set_parameters(self, tensors: Mapping[str, Tensor]) -> tuple[int, LoadVerification]:
         """Have every worker load its slices; return the bytes read by all and the verification."""
         published = tensors.published if isinstance(tensors, MergedWeights) else tensors
+        is_sliced = isinstance(tensors, RankSlices)
         with share_tensors(published) as files:
-            loads = self._engine.collective_rpc(load_from_files, args=(files,))
+            loads = self._engine.collective_rpc(load_from_files, args=(files, is_sliced))
         if not self.rank_bytes:
             self.plan = plan_loads(loads)
+            layouts = [load.layout for load in loads]
+            self.layouts = layouts if all(layouts) else ()
         self.rank_bytes = [load.num_bytes for load in loads]
         return sum(self.rank_bytes), combine_verifications(loads)
 
@@ -274,15 +282,19 @@ def start_worker_loader(
     )
 
 
-def load_from_files(worker: VllmWorker, files: Sequence[TensorFile]) -> RankLoad:
+def load_from_files(worker: VllmWorker, files: Sequence[TensorFile], is_sliced: bool) -> RankLoad:
     loader: WorkerLoader = worker.streamrl_loader
-    tensors = build_full_weights(
-        loader.reader.map_tensors(files),
-        loader.parameters,
-        model_path=loader.model_path,
-        device=get_local_device(),
-    )
-    load = loader.rank_loader.load(tensors)
+    if is_sliced:
+        own = [file for file in files if is_slice_of(loader.rank_loader.rank, file.name)]
+        load = loader.rank_loader.load_slices(loader.reader.map_tensors(own))
+    else:
+        tensors = build_full_weights(
+            loader.reader.map_tensors(files),
+            loader.parameters,
+            model_path=loader.model_path,
+            device=get_local_device(),
+        )
+        load = loader.rank_loader.load(tensors)
     # Copies may still read the files, which the caller closes.
     synchronize_device()
     verification = replace(load.verification, warnings=loader.warnings.drain_warnings())

@@ -28,6 +28,7 @@ from streamrl.stream.protocols import DeviceLease
 from streamrl.stream.stage_worker import split_slots
 from streamrl.telemetry.spans import Span, SpanArgValue
 from streamrl.weights import WeightManifest
+from streamrl.weights.rank_slices import Readers
 from streamrl.weights.versions import WeightRegistry
 
 SpanArgs = Mapping[str, SpanArgValue]
@@ -623,7 +624,7 @@ class SimulatedTrainer:
         await self._run_work("update", self._timing.update_s)
         return {}
 
-    async def publish_weights(self, version: int, readers: Sequence[str]) -> WeightManifest:
+    async def publish_weights(self, version: int, readers: Readers) -> WeightManifest:
         lane = self._recorder.begin_span("publish", {"version": version})
         await asyncio.sleep(self._publish_s)
         self._recorder.end_span(lane)
@@ -640,9 +641,7 @@ class SimulatedTrainer:
             self._recorder.end_span(lane)
 
 
-async def publish_reference(
-    publish_s: float, version: int, readers: Sequence[str]
-) -> WeightManifest:
+async def publish_reference(publish_s: float, version: int, readers: Readers) -> WeightManifest:
     """Publish an EMA reference, which the policy's trainer computes, in `publish_s`."""
     await asyncio.sleep(publish_s)
     return WeightManifest(version, (), ())

@@ -8,6 +8,10 @@ The publisher decides before each version whether all members are ready.
 If the last version reached the same readers, the copy for the fallback is left out. A reader that
 needs it then fails, and the version is published again, with a copy.
 
+The ranks of split generators get their slices, once these have told what each rank reads: a group
+for each rank connects the publisher with that rank's GPU of every generator. The slices are packed
+like the tensors of a model of its own, and so have buckets and checksums of their own.
+
 Group epochs of the collective transport: fixed members, their process group, and agreement.
 
 A process group works only while every member takes part in every collective. Before each version
@@ -40,6 +44,7 @@ from streamrl.distributed.devices import (
     GPU,
     NCCL_ENV,
     get_local_device,
+    get_rank_device,
     make_gpu_stream,
     override_environment,
     use_gpu_stream,
@@ -47,8 +52,10 @@ from streamrl.distributed.devices import (
 from streamrl.distributed.process_group import serve_tcp_store
 from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.messages import Array
+from streamrl.weights.buckets import publish_version, view_tensors
 from streamrl.weights.parameters import as_tensor
 from streamrl.weights.pinned_memory import allocate_pinned
+from streamrl.weights.rank_slices import Readers, SliceLayout, iter_slices
 from streamrl.weights.transport import (
     Transport,
     TransportReader,
@@ -148,7 +155,7 @@ class BroadcastGroup:
         self._device = device
         self._is_publisher = rank == PUBLISHER_RANK
         # Neither training nor sampling delays a broadcast.
-        self._stream = make_gpu_stream() if device.type == GPU else None
+        self._stream = make_gpu_stream(device) if device.type == GPU else None
         make_group = make_nccl_group if device.type == GPU else make_gloo_group
         self._group = make_group(prefix_store, rank, size, deadline)
 
@@ -383,6 +390,8 @@ class CollectiveWriter(TransportWriter):
         self._device = device
         self._store = serve_readers(host, timeout_s)
         self._epoch = GroupEpoch(0, host, self._store.port, ())
+        self._layouts: Sequence[SliceLayout] = ()
+        self._rank_writers: list[CollectiveWriter] = []
         self._readers: tuple[str, ...] = ()
         self._absent_readers: frozenset[str] = frozenset()
         self._group: BroadcastGroup | None = None
@@ -397,13 +406,23 @@ class CollectiveWriter(TransportWriter):
         #: Why the last broadcast failed, with the members involved; None if it succeeded.
         self.send_failure: str | None = None
 
-    def set_readers(self, names: Sequence[str]) -> None:
-        """Set the names of the readers that take part in the broadcast from the next version on.
+    def set_readers(self, readers: Readers) -> None:
+        """Set the readers that take part in the broadcast from the next version on.
 
-        Aborts a running broadcast to a reader that has left.
+        Aborts a running broadcast to a reader that has left. A generator whose ranks read other
+        slices than those of the first one takes whole tensors.
         """
-        self._readers = tuple(names)
-        left = ", ".join(sorted({*self._epoch.members} - {*names}))
+        layouts = next((theirs for theirs in readers.values() if theirs), self._layouts)
+        if layouts != self._layouts:
+            self._close_rank_writers()
+            self._layouts = layouts
+            host, settings = self._epoch.host, (self._timeout_s, self._device)
+            self._rank_writers = [make_rank_writer(host, *settings) for _ in layouts]
+        split: Readers = {n: () for n, theirs in readers.items() if theirs and theirs == layouts}
+        for writer in self._rank_writers:
+            writer.set_readers(split)
+        self._readers = tuple(name for name in readers if name not in split)
+        left = ", ".join(sorted({*self._epoch.members} - {*readers}))
         if left and self._pending_send is not None:
             self._abort_send(f"{left} left")
 
@@ -416,8 +435,9 @@ class CollectiveWriter(TransportWriter):
         self._wait_for_send()
         self._absent_readers -= {name for name in self._absent_readers if self._has_returned(name)}
         members = tuple(name for name in self._readers if name not in self._absent_readers)
-        if version == self._committed_version:
-            # Published again: readers that have the version will not take part in a broadcast.
+        is_again = version == self._committed_version
+        if is_again:
+            # Readers that have the version will not take part in a broadcast.
             members = ()
         if self.send_failure is not None:
             # Its thread may still read the buffers, whose contents no reader takes any more.
@@ -426,12 +446,22 @@ class CollectiveWriter(TransportWriter):
             number = self._epoch.number + 1
             self._epoch = replace(self._epoch, number=number, members=members)
             self._group = None
-        has_reached_all = self._group is not None and members == self._readers
-        self._is_copied = self._always_copies or not has_reached_all
+        has_reached_all = members == self._readers and (
+            self._group is not None or bool(self._rank_writers and not members)
+        )
+        has_reached_ranks = all(writer.has_reached_readers() for writer in self._rank_writers)
+        is_copy_needed = is_again or not (has_reached_all and has_reached_ranks)
+        self._is_copied = self._always_copies or is_copy_needed
         self._version = version
         self._handles = []
         if self._is_copied:
             self._fallback.begin_version(version)
+
+    def has_reached_readers(self) -> bool:
+        """Wait for the last broadcast; return whether it reached all readers of the next one."""
+        self._wait_for_send()
+        is_complete = self._group is not None and self.send_failure is None
+        return is_complete and self._epoch.members == self._readers
 
     def allocate_buffer(self, num_bytes: int) -> Array:
         """Return a staging buffer of `num_bytes`; bucket i of every version reuses buffer i."""
@@ -458,6 +488,8 @@ class CollectiveWriter(TransportWriter):
             self._fallback.commit_version(_make_fallback_manifest(manifest))
         pairs = zip(self._staging_buffers, manifest.buckets, strict=False)
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
+        is_again = manifest.version == self._committed_version
+        self.rank_manifests = () if is_again else self._send_slices(manifest, buckets)
         self._committed_version = manifest.version
         self.send_failure = None
         self._abort_reason = ""
@@ -470,9 +502,34 @@ class CollectiveWriter(TransportWriter):
                 self._send_version, manifest.version, buckets, join_s
             )
 
+    def _send_slices(
+        self, manifest: WeightManifest, buckets: Sequence[Array]
+    ) -> tuple[WeightManifest, ...]:
+        """Pack the slices of each rank and start their broadcasts; return their manifests."""
+        if not (self._rank_writers and self._rank_writers[0]._readers):
+            return ()
+        tensors = view_tensors(manifest, buckets)
+        bucket_bytes = max(data.nbytes for data in buckets)
+
+        def send_rank(rank: int) -> WeightManifest:
+            return publish_version(
+                iter_slices(rank, self._layouts[rank], tensors),
+                version=manifest.version,
+                bucket_bytes=bucket_bytes,
+                writer=self._rank_writers[rank],
+            )
+
+        with ThreadPoolExecutor(len(self._layouts), "slices") as threads:
+            return tuple(threads.map(send_rank, range(len(self._layouts))))
+
+    def _close_rank_writers(self) -> None:
+        for writer in self._rank_writers:
+            writer.close()
+
     def close(self) -> None:
         """Wait for a running broadcast, at most MAX_SEND_WAIT_S, and free all resources."""
         try:
+            self._close_rank_writers()
             self._wait_for_send()
         finally:
             self._send_executor.shutdown(wait=False)
@@ -542,6 +599,19 @@ class CollectiveWriter(TransportWriter):
         return bool(self._store.delete_key(_make_return_key(name)))
 
 
+class NoCopies(TransportWriter):
+    """Fallback of slices: their readers fetch the whole version instead."""
+
+    def commit_bucket(self, bucket: WeightBucket, data: Array) -> None:
+        """Return no handle."""
+
+
+def make_rank_writer(host: str, timeout_s: float, device: torch.device) -> CollectiveWriter:
+    """Make the writer of one rank's slices, which its readers do not fetch from elsewhere."""
+    settings: dict[str, Any] = {"host": host, "timeout_s": timeout_s, "device": device}
+    return CollectiveWriter(NoCopies(), **settings, always_copies=False)
+
+
 class CollectiveReader(TransportReader):
     """Reader's end of the collective transport: takes part in broadcasts, else uses `fallback`.
 
@@ -566,6 +636,30 @@ class CollectiveReader(TransportReader):
         self._epoch: GroupEpoch | None = None
         self._group: BroadcastGroup | None = None
         self._receive_buffers: list[Array] = []
+        self._rank_readers: list[CollectiveReader] = []
+
+    def fetch_slices(self, manifest: WeightManifest) -> Sequence[Sequence[Array]]:
+        """Receive the slices of all ranks at once, each through the GPU of its rank."""
+        manifests = manifest.rank_manifests
+        if not manifests or self._name not in manifests[0].handles[0].epoch.members:
+            return ()
+        for rank in range(len(self._rank_readers), len(manifests)):
+            device = get_rank_device(self._device, rank)
+            reader = CollectiveReader(
+                self._name, TransportReader(), timeout_s=self._timeout_s, device=device
+            )
+            self._rank_readers.append(reader)
+
+        def fetch_rank(rank: int) -> Sequence[Array]:
+            try:
+                return self._rank_readers[rank].fetch_buckets(manifests[rank])
+            except WeightsError as error:
+                raise WeightsError(f"slices of rank {rank}: {error}") from error
+
+        with ThreadPoolExecutor(len(manifests), "slices") as threads:
+            rank_arrays = list(threads.map(fetch_rank, range(len(manifests))))
+        self.bytes_fetched += sum(rank_manifest.num_bytes for rank_manifest in manifests)
+        return rank_arrays
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Receive the version's buckets from the broadcast, or if that fails from the fallback."""
@@ -601,6 +695,8 @@ class CollectiveReader(TransportReader):
         """Leave the broadcast group; the other members notice at its next use."""
         self._group = self._store = None
         self._fallback.close()
+        for reader in self._rank_readers:
+            reader.close()
 
     def _join_store(self, epoch: GroupEpoch, deadline: SharedDeadline) -> dist.TCPStore:
         """Return the connection to the publisher's TCPStore; reconnect if its address changed."""

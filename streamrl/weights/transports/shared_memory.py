@@ -31,6 +31,7 @@ from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_h
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.pinned_memory import PinnedFiles
+from streamrl.weights.rank_slices import Readers
 from streamrl.weights.shared_copies import (
     SEGMENT_PREFIX,
     SHARED_MEMORY_DIR,
@@ -193,8 +194,8 @@ class SharedMemoryWriter(TransportWriter):
         self._free_segments: list[tuple[int, SharedMemorySegment]] = []
         self._last_bucket_bytes: tuple[int, ...] = ()
 
-    def set_readers(self, names: Sequence[str]) -> None:
-        self._fallback.set_readers(names)
+    def set_readers(self, readers: Readers) -> None:
+        self._fallback.set_readers(readers)
 
     def begin_version(self, version: int) -> None:
         """Start a version; shared memory of an uncommitted version becomes free for reuse."""

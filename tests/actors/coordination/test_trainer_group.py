@@ -72,7 +72,7 @@ def group(
 async def test_a_model_and_its_ema_reference_are_published_one_after_the_other(zero_stage: int):
     ranks = [Rank(), Rank()]
     trainer = group(ranks, zero_stage=zero_stage)
-    await asyncio.gather(trainer.publish_weights(1, []), trainer.publish_reference(1, []))
+    await asyncio.gather(trainer.publish_weights(1, {}), trainer.publish_reference(1, {}))
     first, second = "publish_weights", "publish_reference"
     expected = [f"{first} begins", f"{first} ends", f"{second} begins", f"{second} ends"]
     assert [rank.log for rank in ranks] == [expected] * 2
@@ -99,7 +99,7 @@ async def test_a_round_and_a_publish_that_gathers_parameters_wait_for_each_other
     ranks = [Rank(), Rank()]
     trainer = group(ranks, zero_stage=zero_stage)
     works: list[Coroutine[Any, Any, Any]] = [
-        trainer.publish_weights(1, []),
+        trainer.publish_weights(1, {}),
         trainer.train_round(((), ()), epoch=0),
     ]
     names = ["publish_weights", "train_micro_batch"]
@@ -124,7 +124,7 @@ async def test_all_ranks_agree_which_versions_get_a_logprob_check_also_on_retrie
     for version, reply in [(0, manifest), (4, manifest), *retries, (10, manifest)]:
         ranks[0].replies["publish_weights"] = reply
         try:
-            await trainer.publish_weights(version, [])
+            await trainer.publish_weights(version, {})
         except WeightsError:
             assert reply is broken
     for rank in ranks:

@@ -1,8 +1,9 @@
 """Broadcasts between real processes, including processes that are absent or die."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import WeightsError
+from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, transport
-from streamrl.weights.buckets import publish_version
+from streamrl.weights.buckets import publish_version, unpack_slices
+from streamrl.weights.rank_slices import SliceLayout
 from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     CollectiveReader,
@@ -63,7 +65,7 @@ def test_versions_reach_all_members_and_newcomers_join_the_next_epoch(cluster: B
 def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback():
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8, always_copies=False)
     member = CollectiveReader("a", LocalReader(), timeout_s=8)
-    writer.set_readers(["a"])
+    writer.set_readers({"a": ()})
     copies, num_keys = [], []
     for version in range(4):
         manifest = VERSIONS.publish(writer, version)
@@ -78,13 +80,112 @@ def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback():
     with pytest.raises(WeightsError, match="weights version 3 went to its readers only"):
         newcomer.fetch_buckets(manifest)
     # Two refused loads make the coordinator publish the version again.
-    writer.set_readers(["a", "b"])
+    writer.set_readers({"a": (), "b": ()})
     assert VERSIONS.fetch(newcomer, VERSIONS.publish(writer, 3))
     manifest = VERSIONS.publish(writer, 4)
     assert manifest.handles[0].epoch.members == ("a", "b")
     assert manifest.handles[0].fallback_handle is not None, "a new group may fail"
     for end in (member, newcomer, writer):
         end.close()
+
+
+LAYOUTS: Sequence[SliceLayout] = (
+    {"t0": [(slice(0, 60_000),)], "t1": [(slice(0, 300_000),)]},
+    {"t0": [(slice(60_000, 80_000),), (slice(80_000, 300_000),)], "t3": [(slice(0, 300_000),)]},
+)
+
+
+def list_slices(version: int) -> dict[str, torch.Tensor]:
+    tensors = VERSIONS.make_tensors(version)
+    return {
+        **{"0/0/t0": tensors["t0"][:60_000], "0/0/t1": tensors["t1"]},
+        **{"1/0/t0": tensors["t0"][60_000:80_000], "1/1/t0": tensors["t0"][80_000:]},
+        "1/0/t3": tensors["t3"],
+    }
+
+
+def fetch_slices(reader: CollectiveReader, manifest: WeightManifest) -> bool:
+    """Return whether the reader fetches exactly the slices of the version."""
+    slices, expected = (
+        unpack_slices(manifest, reader.fetch_slices(manifest)),
+        list_slices(manifest.version),
+    )
+    return slices.keys() == expected.keys() and all(
+        torch.equal(slices[name], expected[name]) for name in expected
+    )
+
+
+@pytest.fixture
+def slices() -> Iterator[tuple[CollectiveWriter, dict[str, CollectiveReader]]]:
+    """A writer that copies only what it must, and readers a and b."""
+    writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=4, always_copies=False)
+    readers = {name: CollectiveReader(name, LocalReader(), timeout_s=4) for name in "ab"}
+    yield writer, readers
+    ends: Sequence[CollectiveReader | CollectiveWriter] = (*readers.values(), writer)
+    for end in ends:
+        end.close()
+
+
+def test_each_rank_receives_its_slices_beside_readers_of_whole_versions(slices: Any):
+    writer, readers = slices
+    writer.set_readers({"a": LAYOUTS, "b": ()})
+    for version in range(2):
+        manifest = VERSIONS.publish(writer, version)
+        with ThreadPoolExecutor() as threads:
+            sliced = threads.submit(fetch_slices, readers["a"], manifest)
+            assert VERSIONS.fetch(readers["b"], manifest) and sliced.result()
+        assert readers["b"].fetch_slices(manifest) == ()
+    sent = [rank.num_bytes for rank in manifest.rank_manifests]
+    assert sent == [4 * 360_000, 4 * 540_000]
+    assert readers["a"].bytes_fetched == 2 * sum(sent)
+    assert manifest.handles[0].fallback_handle is None, "version 0 reached both"
+    writer.set_readers({"a": LAYOUTS, "b": LAYOUTS[::-1]})
+    manifest = VERSIONS.publish(writer, 2)
+    assert fetch_slices(readers["a"], manifest)
+    assert VERSIONS.fetch(readers["b"], manifest), "other slices than those of the first reader"
+
+
+def test_a_version_that_the_ranks_miss_is_stored_when_it_is_published_again(slices: Any):
+    writer, readers = slices
+    writer.set_readers({"a": LAYOUTS})
+    assert fetch_slices(readers["a"], VERSIONS.publish(writer, 0))
+    manifest = VERSIONS.publish(writer, 1)
+    newcomer = readers["b"]
+    with pytest.raises(VersionNotStoredError, match="went to its readers only"):
+        newcomer.fetch_buckets(manifest)
+    assert fetch_slices(readers["a"], manifest)
+    manifest = VERSIONS.publish(writer, 1)
+    assert manifest.rank_manifests == ()
+    assert VERSIONS.fetch(newcomer, manifest)
+
+
+def test_a_rank_that_misses_a_broadcast_is_named_and_takes_part_in_the_next(slices: Any):
+    writer, readers = slices
+    a = readers["a"]
+    writer.set_readers({"a": LAYOUTS})
+    assert fetch_slices(a, VERSIONS.publish(writer, 0))
+    a._rank_readers[1].close()  # it loses its group
+    manifest = VERSIONS.publish(writer, 1)
+    with pytest.raises(WeightsError, match="slices of rank 1: weights version 1 went to its read"):
+        a.fetch_slices(manifest)
+    with pytest.raises(VersionNotStoredError):
+        a.fetch_buckets(manifest)
+    assert VERSIONS.fetch(a, VERSIONS.publish(writer, 1))
+    for version, is_copied in ((2, True), (3, False)):
+        manifest = VERSIONS.publish(writer, version)
+        assert (manifest.handles[0].fallback_handle is not None) == is_copied
+        assert fetch_slices(a, manifest)
+
+
+def test_damaged_slices_are_refused_naming_the_rank(slices: Any):
+    writer, readers = slices
+    writer.set_readers({"a": LAYOUTS})
+    manifest = VERSIONS.publish(writer, 0)
+    received = readers["a"].fetch_slices(manifest)
+    damaged = [received[0], [bucket.copy() for bucket in received[1]]]
+    damaged[1][0][5] ^= 1
+    with pytest.raises(WeightsError, match=r"slices of rank 1: .* bucket 0 of 2: checksum"):
+        unpack_slices(manifest, damaged)
 
 
 @pytest.mark.slow
@@ -124,7 +225,7 @@ def test_an_absent_member_delays_the_next_version_only_by_the_gathering(
 ):
     monkeypatch.setattr(transport, "MIN_BYTES_PER_S", 1e3)  # a transfer time of hours
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
-    writer.set_readers(["absent"])
+    writer.set_readers({"absent": ()})
     start = time.monotonic()
     VERSIONS.publish(writer, 0)
     assert time.monotonic() - start < 1.5, "gathering members takes 2 s, in the background"
@@ -151,7 +252,7 @@ def test_the_time_for_gathering_members_grows_with_bytes_and_members(
     monkeypatch.setattr(collective, "CONNECT_S_PER_MEMBER", s_per_member)
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=1)
     reader = CollectiveReader("a", LocalReader(), timeout_s=1)
-    writer.set_readers(["a"])
+    writer.set_readers({"a": ()})
     manifest = VERSIONS.publish(writer, 0)  # 4.8 MB
     time.sleep(0.5)  # a member may be 0.25 s late, a quarter of the timeout
     assert VERSIONS.fetch(reader, manifest)
@@ -202,7 +303,7 @@ def test_a_broadcasts_deadline_grows_with_its_bytes(
     monkeypatch.setattr(transport, "MIN_BYTES_PER_S", bytes_per_s)
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=4)
     collective_reader = CollectiveReader("a", LocalReader(), timeout_s=4)
-    writer.set_readers(["a"])
+    writer.set_readers({"a": ()})
     # 4.8 MB in four buckets; with the header the five broadcasts take 6 s.
     assert VERSIONS.fetch(collective_reader, VERSIONS.publish(writer, 0))
     assert (collective_reader.fallback_reason is None) is arrives
@@ -223,7 +324,7 @@ def stall_reader(timeout_s: float) -> Iterator[CollectiveWriter]:
 
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=timeout_s)
     reader = CollectiveReader("a", LocalReader(), timeout_s=timeout_s)
-    writer.set_readers(["a"])
+    writer.set_readers({"a": ()})
     tensors = {f"t{i}": torch.ones(250) for i in range(200)}
     with act_in_broadcast(3, stall), ThreadPoolExecutor(1) as thread:
         manifest = publish_version(tensors.items(), version=0, bucket_bytes=1000, writer=writer)
@@ -263,7 +364,7 @@ def test_a_member_that_stalls_delays_the_next_version_by_a_buckets_deadline_at_m
         monkeypatch.setattr(*setting)
     with stall_reader(timeout_s) as writer:
         start = time.monotonic()
-        writer.set_readers([readers])
+        writer.set_readers({readers: ()})
         writer.begin_version(1)
         assert time.monotonic() - start < 12
         assert writer.send_failure == f"weights version 0 was not sent to a: {cause}"
@@ -302,7 +403,7 @@ def test_the_error_names_the_failures_of_broadcast_and_fallback():
             raise WeightsError(f"version {manifest.version}, bucket 0: gone")
 
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=8)
-    writer.set_readers(["a", "absent"])
+    writer.set_readers({"a": (), "absent": ()})
     manifest = VERSIONS.publish(writer, 0)
     collective_reader = CollectiveReader("a", Closed(), timeout_s=8)
     pattern = r"bucket 0: gone \(weights version 0 was not sent: absent did not join in time"

@@ -107,7 +107,7 @@ def publish_versions(pipe: Connection, *, reports_lost_peers: bool) -> None:
     writer = CollectiveWriter(LocalWriter(), host="127.0.0.1", timeout_s=TIMEOUT_S)
     pipe.send("ready")
     for version in range(DYING_VERSION + 2):
-        writer.set_readers(["a"] if version <= DYING_VERSION else [])
+        writer.set_readers({"a": ()} if version <= DYING_VERSION else {})
         pipe.send(VERSIONS.publish(writer, version))
         writer._wait_for_send()
         pipe.send(writer.send_failure)

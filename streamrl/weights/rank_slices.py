@@ -1,0 +1,31 @@
+"""Slices of a version for the ranks of a split generator: each rank's are packed and sent apart."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+SliceLayout = Mapping[str, Sequence[tuple[slice, ...]]]
+"""What a rank reads of each published tensor: indices of the tensor, disjoint. Picklable."""
+Readers = Mapping[str, Sequence[SliceLayout]]
+"""Readers of a version by name, with the layout of each rank; empty if they take whole tensors."""
+
+
+class RankSlices(dict[str, Any]):
+    """Slices of all ranks by `make_slice_name`: tensors, for which no rank needs a whole one."""
+
+
+def make_slice_name(rank: int, name: str, position: int) -> str:
+    """Return the name of a rank's slice: `position` counts the slices of the tensor `name`."""
+    return f"{rank}/{position}/{name}"
+
+
+def is_slice_of(rank: int, name: str) -> bool:
+    return name.startswith(f"{rank}/")
+
+
+def iter_slices(
+    rank: int, layout: SliceLayout, tensors: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the slices of a rank, by name, as views of the tensors."""
+    for name, indices in layout.items():
+        for position, index in enumerate(indices):
+            yield make_slice_name(rank, name, position), tensors[name][index]
