@@ -5,7 +5,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,9 +84,9 @@ class CoreShares(RealEngineFactory):
         self, config: RunConfig, max_length: int, replica: int
     ) -> "GenerationEngine":
         generator = await super().make_generator(config, max_length, replica)
-        engine: Any = import_module("streamrl.engines.vllm.engine")
+        engine: Any = import_module("vllm.v1.engine.llm_engine").LLMEngine
         clock = self._find_clock(config, GENERATE_CALL.role, replica)
-        engine.step_engine = partial(clock.run, engine.step_engine)
+        engine.step = partialmethod(partial(clock.run, engine.step))
         return generator
 
     def make_trainer(

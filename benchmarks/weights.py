@@ -9,8 +9,9 @@ versions, in seconds. With idle engines:
 - memcpy_s: copy of the same bytes into warm memory in the publisher.
 
 `split` is one generator of two vLLM processes, each of which maps the buckets of a transport and
-reads its own slices: rank_bytes that each has read, planned_bytes of the plan, and load_s_per_gb
-and pull_s_per_gb (transfer and load) beside memcpy_s_per_gb of the same run.
+reads its own slices, or with `collective` receives them alone: rank_bytes that each has read,
+planned_bytes of the plan, and publish_s_per_gb, load_s_per_gb and pull_s_per_gb (transfer and load)
+beside memcpy_s_per_gb of the same run.
 
 Then with running rollouts: pause_s in which an engine decodes nothing, and decode_step_s, the time
 of a decode step.
@@ -124,6 +125,8 @@ def measure_split(
         wait_for_all([reader.set_transport.remote(transport)], name, timeout_s=CALL_S)
         for _ in range(WARM_UP_VERSIONS):
             measure_version(publisher, [reader], next(versions))
+            layouts = fetch_reply(reader.list_layouts.remote(), f"{name}.list_layouts")
+            fetch_reply(publisher.set_readers.remote({name: layouts}), "publisher.set_readers")
         rows = [
             measure_version(publisher, [reader], next(versions)) for _ in range(arguments.versions)
         ]
@@ -131,6 +134,7 @@ def measure_split(
         results[transport] = {
             **medians,
             **fetch_reply(reader.count_rank_bytes.remote(), f"{name}.count_rank_bytes"),
+            "publish_s_per_gb": medians["publish_s"] / gigabytes,
             "load_s_per_gb": medians["load_s"] / gigabytes,
             "pull_s_per_gb": (medians["transfer_s"] + medians["load_s"]) / gigabytes,
             "memcpy_s_per_gb": medians["memcpy_s"] / gigabytes,

@@ -5,22 +5,24 @@ import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from benchmarks.random_model import MAX_LENGTH, make_model
 from streamrl.actors.transport.ray_calls import RAY_ACCESS
 from streamrl.engines.generation.generation_engine import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.vllm import engine
 from streamrl.engines.vllm.requests import EngineSpec
 from streamrl.engines.vllm.weight_loader import WorkerWeightLoader
 from streamrl.errors import GenerationError
 from streamrl.weights import TransportReader, TransportWriter, WeightManifest, WeightsConfig
-from streamrl.weights.buckets import publish_version, unpack_tensors
+from streamrl.weights.buckets import publish_version, unpack_slices, unpack_tensors
 from streamrl.weights.parameters import order_for_fusion
+from streamrl.weights.rank_slices import Readers, SliceLayout
 from streamrl.weights.transport import TransportSpec
 
 CHANGED_SHARE = 20
@@ -55,7 +57,11 @@ class BenchmarkPublisher:
         """Publish through this transport from now on."""
         self.end()
         self._outlet = make_spec(transport).make_writer(MODEL)
-        self._outlet.set_readers(dict.fromkeys(readers, ()))
+        self.set_readers(dict.fromkeys(readers, ()))
+
+    def set_readers(self, readers: Readers) -> None:
+        assert self._outlet is not None
+        self._outlet.set_readers(readers)
 
     def publish(self, version: int) -> tuple[WeightManifest, float, float]:
         """Publish a version; return its seconds, and the seconds to copy its bytes in memory."""
@@ -93,7 +99,7 @@ class BenchmarkGenerator:
         self._name = name
         self._inlet: TransportReader | None = None
         self._decoding: asyncio.Task[None] | None = None
-        self._step_s = record_call_times("step_engine")
+        self._step_s = record_step_times()
         config = GeneratorConfig(
             tensor_parallel=tensor_parallel, max_concurrent_rollouts=16, max_new_tokens=128
         )
@@ -106,6 +112,10 @@ class BenchmarkGenerator:
         assert isinstance(loader, WorkerWeightLoader)
         planned = loader.plan.count_received_bytes()
         return {"rank_bytes": [*loader.rank_bytes], "planned_bytes": [*planned.values()]}
+
+    def list_layouts(self) -> Sequence[SliceLayout]:
+        """Return what each rank reads of later versions."""
+        return self._engine._thread._weight_loader.layouts
 
     async def set_transport(self, transport: str) -> None:
         """Read through this transport from now on."""
@@ -124,6 +134,8 @@ class BenchmarkGenerator:
 
     def _fetch(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
         assert self._inlet is not None
+        if slices := self._inlet.fetch_slices(manifest):
+            return unpack_slices(manifest, slices)
         tensors = unpack_tensors(manifest, self._inlet.fetch_buckets(manifest))
         if self._inlet.fallback_reason:
             raise RuntimeError(f"not measured: {self._inlet.fallback_reason}")
@@ -152,10 +164,10 @@ class BenchmarkGenerator:
         return statistics.median(self._step_s)
 
 
-def record_call_times(function: str) -> list[float]:
-    """Record the seconds of every call of a function of `vllm_engine` from now on."""
+def record_step_times() -> list[float]:
+    """Record the seconds of every step of vLLM's engines from now on."""
     seconds: list[float] = []
-    call = vars(engine)[function]
+    call = LLMEngine.step
 
     def timing(*arguments: Any) -> Any:
         start = time.perf_counter()
@@ -164,5 +176,5 @@ def record_call_times(function: str) -> list[float]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    setattr(engine, function, timing)
+    LLMEngine.step = timing
     return seconds

@@ -89,17 +89,22 @@ def run(
 
 
 def start(
-    target: Callable[..., None], *arguments: Any, gpu: int = 0, **keywords: Any
+    target: Callable[..., None],
+    *arguments: Any,
+    gpu: int = 0,
+    num_gpus: int = 1,
+    **keywords: Any,
 ) -> tuple[BaseProcess, Connection]:
     """Start a process that calls `target(pipe, *arguments)`; return it and the pipe's other end.
 
-    gpu: index of the only GPU that the process sees, if there are GPUs.
+    gpu: index of the first of the GPUs that the process sees, if there are GPUs.
     """
     parent_end, child_end = context().Pipe()
     process = context().Process(
         target=target, args=(child_end, *arguments), kwargs=keywords, daemon=True
     )
-    env = {"CUDA_VISIBLE_DEVICES": list_visible_gpus()[gpu]} if has_local_gpu() else {}
+    visible = list_visible_gpus()[gpu : gpu + num_gpus]
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if has_local_gpu() else {}
     with mock.patch.dict(os.environ, env):
         process.start()
     child_end.close()

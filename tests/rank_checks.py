@@ -221,7 +221,8 @@ def check_resharding() -> Measurements:
 
 
 def list_broadcasts(world: int) -> Cases:
-    return {"a publisher and its readers": partial(check_broadcasts, world - 1)}
+    cases = {"a publisher and its readers": partial(check_broadcasts, world - 1)}
+    return cases if world < 3 else cases | {"a publisher and a split generator": check_slices}
 
 
 def check_broadcasts(num_readers: int) -> Measurements:
@@ -251,6 +252,19 @@ def check_broadcasts(num_readers: int) -> Measurements:
         "after_death": after_death,
         "publisher": failure,
     }
+
+
+def check_slices() -> Measurements:
+    """Send the two ranks of a generator, a process with two GPUs, their slices."""
+    from tests.weights.broadcast_processes import LAYOUTS, Broadcasting, Reader
+
+    cluster = Broadcasting()
+    try:
+        cluster.readers.append(Reader("generator", gpu=1, layouts=LAYOUTS))
+        outcomes = [cluster.round() for _ in range(3)]
+    finally:
+        cluster.end()
+    return {"ok": outcomes == [[(True, None)]] * 3, "outcomes": outcomes}
 
 
 def list_colocated(world: int) -> Cases:

@@ -168,7 +168,7 @@ def run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": CPU}
     result = func(*_unwrap(args), **_unwrap(kwargs))
     if name in COPIES and is_result_on_gpu and not on_gpu:
-        result = GpuModule.stream_in_use.run_copy(result)
+        result = GpuModule.in_use.stream.run_copy(result)
     if func._schema.is_mutable and not name.startswith("c10d"):
         return _find_written(func, args, kwargs)
     return tree_map(_wrap, result) if is_result_on_gpu else result
@@ -234,7 +234,7 @@ class SimulatedEvent:
         self.num_copies = 0
 
     def record(self, stream: "SimulatedStream | None" = None) -> None:
-        self.stream = GpuModule.stream_in_use if stream is None else stream
+        self.stream = GpuModule.in_use.stream if stream is None else stream
         self.num_copies = self.stream.num_queued
         self.stream.note("record", self)
 
@@ -248,7 +248,9 @@ class SimulatedStream:
     calls: ClassVar[list[StreamCall]] = []
     device = GPU_0
 
-    def __init__(self, *, is_default: bool = False, priority: int = 0) -> None:
+    def __init__(
+        self, device: object = None, *, is_default: bool = False, priority: int = 0
+    ) -> None:
         self._is_default = is_default
         self._queued: list[Callable[[], object]] = []
         self._num_run = 0
@@ -292,10 +294,14 @@ class SimulatedStream:
         self.run_until(self.num_queued)
 
 
+class StreamInUse(threading.local):
+    stream = SimulatedStream(is_default=True)
+
+
 class GpuModule:
     """Functions of `torch.cuda` for the simulated GPU.
 
-    num_waits: waits for the work of all streams. stream_in_use: the stream of this process's work.
+    num_waits: waits for the work of all streams. in_use: the stream of each thread's work.
     error: of a call of the runtime, which the next operation that makes a tensor raises.
     """
 
@@ -303,7 +309,7 @@ class GpuModule:
     can_pin = True
     error = ""
     num_waits = 0
-    stream_in_use = SimulatedStream(is_default=True)
+    in_use = StreamInUse()
     Stream = SimulatedStream
     Event = SimulatedEvent
 
@@ -337,11 +343,11 @@ class GpuModule:
         return 0 if self.can_pin else 1
 
     def current_stream(self, device: object = None) -> SimulatedStream:
-        return self.stream_in_use
+        return self.in_use.stream
 
     @contextmanager
     def stream(self, stream: SimulatedStream) -> Iterator[None]:
-        with mock.patch.object(GpuModule, "stream_in_use", stream):
+        with mock.patch.object(self.in_use, "stream", stream):
             yield
 
     def empty_cache(self) -> None:

@@ -144,8 +144,8 @@ CLAIMS: Mapping[str, Claims] = {
         )
     },
     "broadcasts": {
-        "once both are members, versions are broadcast": lambda outcomes: (
-            outcomes[1:] == [(True, None)] * 2
+        "once both are members, versions and slices are broadcast": lambda outcomes: (
+            outcomes[1:] == [(True, None)] * 4
         )
     },
     "worker": {

@@ -43,11 +43,11 @@ from tests.engines.trainer_ranks import (
 from tests.resharding import ranks as resharding_ranks
 from tests.resharding.ranks import CLUSTER, make_layout, reshard_twice
 from tests.simulated_gpu import GPU, GPU_0, GpuTensor, MixedDevicesError
-from tests.weights.local_transport import LocalReader, LocalWriter, Versions
+from tests.weights.broadcast_processes import LAYOUTS, VERSIONS, fetch_slices
+from tests.weights.local_transport import LocalReader, LocalWriter
 
 WORLD = 2
 TIMEOUT_S = 200.0
-VERSIONS = Versions(*[3000] * 4, bucket_bytes=12_000)
 Groups = Mapping[str, Columns]
 Area = Callable[[str, Groups], Any]
 
@@ -230,7 +230,7 @@ class GlooAsNccl:
 
 
 def broadcast_rank(rank: int, pipes: Sequence[Any]) -> Any:
-    """Publish three versions to a reader; return whether it got each, and by what transport."""
+    """Publish versions and slices to a reader; return whether it got each, by what transport."""
     cluster = SimpleNamespace(get_address=lambda: "127.0.0.1")
     spec: Any = SimpleNamespace(cluster=cluster, copied_roles=())
     store = SimpleNamespace(
@@ -246,13 +246,14 @@ def broadcast_rank(rank: int, pipes: Sequence[Any]) -> Any:
         pipe, outcomes = pipes[rank], []
         reader: Any = collective.make_reader(spec, "policy", "reader") if rank else None
         writer = None if rank else collective.make_writer(spec, "policy")
-        for version in range(3):
+        for version in range(5):
             if writer is not None:
-                writer.set_readers({"reader": ()})
+                writer.set_readers({"reader": LAYOUTS if version > 2 else ()})
                 pipe.send(VERSIONS.publish(writer, version))
                 outcomes.append(pipe.recv())
             else:
-                outcomes.append((VERSIONS.fetch(reader, pipe.recv()), reader.fallback_reason))
+                fetch = fetch_slices if version > 2 else VERSIONS.fetch
+                outcomes.append((fetch(reader, pipe.recv()), reader.fallback_reason))
                 pipe.send(outcomes[-1])
         if writer is not None:
             writer.close()

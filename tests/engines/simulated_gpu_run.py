@@ -223,7 +223,7 @@ def watch_offload() -> Measurements:
             )
             for keeps_layers in (False, True)
         ]
-    stream, num_resident = GpuModule.stream_in_use, list[int]()
+    stream, num_resident = GpuModule.in_use.stream, list[int]()
 
     def note_layer(*_: object) -> None:
         stream.note("compute", None)

@@ -4,8 +4,12 @@ import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
+import torch
+
 from streamrl.distributed.devices import get_local_device
 from streamrl.weights import WeightManifest
+from streamrl.weights.buckets import unpack_slices
+from streamrl.weights.rank_slices import SliceLayout
 from streamrl.weights.transports.collective import CollectiveReader, CollectiveWriter
 from streamrl.weights.transports.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from tests import forked
@@ -13,6 +17,24 @@ from tests.weights.local_transport import LocalReader, LocalWriter, Versions, ac
 
 TIMEOUT_S = 12.0
 VERSIONS = Versions(*[300_000] * 4, bucket_bytes=1_200_000)
+LAYOUTS: Sequence[SliceLayout] = (
+    {"t0": [(slice(0, 60_000),)], "t1": [(slice(0, 300_000),)]},
+    {"t0": [(slice(60_000, 80_000),), (slice(80_000, 300_000),)], "t3": [(slice(0, 300_000),)]},
+)
+
+
+def fetch_slices(reader: CollectiveReader, manifest: WeightManifest) -> bool:
+    """Return whether the reader receives exactly the slices of LAYOUTS."""
+    tensors = VERSIONS.make_tensors(manifest.version)
+    expected = {
+        **{"0/0/t0": tensors["t0"][:60_000], "0/0/t1": tensors["t1"]},
+        **{"1/0/t0": tensors["t0"][60_000:80_000], "1/1/t0": tensors["t0"][80_000:]},
+        "1/0/t3": tensors["t3"],
+    }
+    slices = unpack_slices(manifest, reader.fetch_slices(manifest))
+    return slices.keys() == expected.keys() and all(
+        torch.equal(slices[name], expected[name]) for name in expected
+    )
 
 
 def follow_manifests(pipe: Connection, name: str) -> None:
@@ -30,7 +52,8 @@ def follow_manifests(pipe: Connection, name: str) -> None:
     while True:
         manifest, dies_at = pipe.recv()
         with act_in_broadcast(dies_at, lambda: os._exit(1)):
-            is_right = VERSIONS.fetch(collective_reader, manifest)
+            fetch = fetch_slices if manifest.rank_manifests else VERSIONS.fetch
+            is_right = fetch(collective_reader, manifest)
         pipe.send((is_right, collective_reader.fallback_reason))
 
 
@@ -38,11 +61,13 @@ class Reader:
     """A reader in its own process, whose start takes longer than a broadcast may.
 
     gpu: index of its GPU, if there are several; the publisher has the first.
+    layouts: of its ranks, which have a GPU each.
     """
 
-    def __init__(self, name: str, *, gpu: int = 0) -> None:
-        self.name = name
-        self.process, self._pipe = forked.start(follow_manifests, name, gpu=gpu)
+    def __init__(self, name: str, *, gpu: int = 0, layouts: Sequence[SliceLayout] = ()) -> None:
+        self.name, self.layouts = name, layouts
+        gpus = {"gpu": gpu, "num_gpus": max(1, len(layouts))}
+        self.process, self._pipe = forked.start(follow_manifests, name, **gpus)
         assert self._pipe.recv() == "ready"
 
     def pull(self, manifest: WeightManifest, *, dies_at: int = 0) -> None:
@@ -78,7 +103,7 @@ class Broadcasting:
 
     def put(self) -> WeightManifest:
         self.version += 1
-        self.writer.set_readers({reader.name: () for reader in self.readers})
+        self.writer.set_readers({reader.name: reader.layouts for reader in self.readers})
         return VERSIONS.publish(self.writer, self.version)
 
     def round(self, readers: Sequence[Reader] | None = None) -> list[tuple[bool, str | None]]:

@@ -1,6 +1,5 @@
 """Broadcasts between real processes, including processes that are absent or die."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,14 +15,20 @@ from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, transport
 from streamrl.weights.buckets import publish_version, unpack_slices
-from streamrl.weights.rank_slices import SliceLayout
 from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     CollectiveReader,
     CollectiveWriter,
     SharedDeadline,
 )
-from tests.weights.broadcast_processes import TIMEOUT_S, VERSIONS, Broadcasting, Reader
+from tests.weights.broadcast_processes import (
+    LAYOUTS,
+    TIMEOUT_S,
+    VERSIONS,
+    Broadcasting,
+    Reader,
+    fetch_slices,
+)
 from tests.weights.local_transport import LocalReader, LocalWriter, act_in_broadcast
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -87,32 +92,6 @@ def test_versions_that_all_readers_receive_are_not_copied_to_the_fallback():
     assert manifest.handles[0].fallback_handle is not None, "a new group may fail"
     for end in (member, newcomer, writer):
         end.close()
-
-
-LAYOUTS: Sequence[SliceLayout] = (
-    {"t0": [(slice(0, 60_000),)], "t1": [(slice(0, 300_000),)]},
-    {"t0": [(slice(60_000, 80_000),), (slice(80_000, 300_000),)], "t3": [(slice(0, 300_000),)]},
-)
-
-
-def list_slices(version: int) -> dict[str, torch.Tensor]:
-    tensors = VERSIONS.make_tensors(version)
-    return {
-        **{"0/0/t0": tensors["t0"][:60_000], "0/0/t1": tensors["t1"]},
-        **{"1/0/t0": tensors["t0"][60_000:80_000], "1/1/t0": tensors["t0"][80_000:]},
-        "1/0/t3": tensors["t3"],
-    }
-
-
-def fetch_slices(reader: CollectiveReader, manifest: WeightManifest) -> bool:
-    """Return whether the reader fetches exactly the slices of the version."""
-    slices, expected = (
-        unpack_slices(manifest, reader.fetch_slices(manifest)),
-        list_slices(manifest.version),
-    )
-    return slices.keys() == expected.keys() and all(
-        torch.equal(slices[name], expected[name]) for name in expected
-    )
 
 
 @pytest.fixture
