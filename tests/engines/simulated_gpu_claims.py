@@ -157,6 +157,12 @@ CLAIMS: Mapping[str, Claims] = {
         ),
         "a worker's parameters are found by their values": lambda load: load["bound"],
     },
+    "slices": {
+        "slices reach the model on the GPU, and are compared": lambda load: (
+            load["compared"] > 0
+            and (load["difference"], load["differing"], load["bytes"]) == (0.0, [], 0)
+        )
+    },
     "peer": PLACED,
     "engine": PLACED,
     "pieces": {

@@ -21,6 +21,7 @@ from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.messages import Columns
 from streamrl.weights import LoadVerification
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE, ParameterSet
+from streamrl.weights.rank_slices import iter_slices
 from streamrl.weights.shared_files import share_tensors
 from tests.simulated_gpu import GPU_0, GpuModule, SimulatedGpu
 
@@ -97,6 +98,26 @@ def load_by_worker(path: str, groups: Groups) -> dict[str, Any]:
     }
 
 
+def load_slices(path: str, groups: Groups) -> dict[str, Any]:
+    """Load a version, then the slices of the next, by the loader in a worker's process."""
+    worker = FakeWorker(path)
+    parameters = ParameterSet.from_module(worker.model)
+    first = {n: torch.rand(parameters.shapes[n]) for n in parameters.unique_names}
+    weight_loader.start_worker_loader(worker, parameters, path, False)
+    with share_tensors(first) as files:
+        layout = weight_loader.load_from_files(worker, files, is_sliced=False).layout
+    second = {name: tensor + 1 for name, tensor in first.items()}
+    with share_tensors(dict(iter_slices(0, layout, second))) as files:
+        load = weight_loader.load_from_files(worker, files, is_sliced=True)
+    held = worker.model.get_parameter(f"{ADAPTED}.weight")
+    return {
+        "difference": float((held.detach().cpu() - second[f"{ADAPTED}.weight"]).abs().max()),
+        "compared": load.verification.num_compared,
+        "differing": list(load.verification.differing_names),
+        "bytes": load.num_bytes - sum(tensor.nbytes for tensor in second.values()),
+    }
+
+
 def load_by_peer(path: str, groups: Groups) -> dict[str, Any]:
     """Load an adapter into a rank of a generator in the trainer's process."""
     os.environ.update(make_vllm_env("cpu"))
@@ -154,6 +175,7 @@ def fail_to_pin(path: str, groups: Groups) -> dict[str, Any]:
 
 AREAS: Mapping[str, Callable[[str, Groups], Any]] = {
     "worker": load_by_worker,
+    "slices": load_slices,
     "peer": load_by_peer,
     "engine": build_for_engine,
     "pieces": find_pieces,

@@ -17,7 +17,7 @@ from tests.placements import list_placements
 
 QUICK = [
     *("maths", "scores", "offload", "resharding", "served on the CPU", "pieces", "pinning"),
-    *("worker", "engine", "two heads", "batch on the CPU", "column on the CPU"),
+    *("worker", "slices", "engine", "two heads", "batch on the CPU", "column on the CPU"),
 ]
 SAMPLE = 8
 """Placements that the test takes out."""

@@ -509,7 +509,7 @@ class CollectiveWriter(TransportWriter):
         if not (self._rank_writers and self._rank_writers[0]._readers):
             return ()
         tensors = view_tensors(manifest, buckets)
-        bucket_bytes = max(data.nbytes for data in buckets)
+        bucket_bytes = min(map(len, self._staging_buffers))
 
         def send_rank(rank: int) -> WeightManifest:
             return publish_version(
@@ -640,39 +640,52 @@ class CollectiveReader(TransportReader):
 
     def fetch_slices(self, manifest: WeightManifest) -> Sequence[Sequence[Array]]:
         """Receive the slices of all ranks at once, each through the GPU of its rank."""
-        manifests = manifest.rank_manifests
-        if not manifests or self._name not in manifests[0].handles[0].epoch.members:
+        manifests, readers = manifest.rank_manifests, self._rank_readers
+        if not manifests:
             return ()
-        for rank in range(len(self._rank_readers), len(manifests)):
-            device = get_rank_device(self._device, rank)
-            reader = CollectiveReader(
-                self._name, TransportReader(), timeout_s=self._timeout_s, device=device
-            )
-            self._rank_readers.append(reader)
-
-        def fetch_rank(rank: int) -> Sequence[Array]:
-            try:
-                return self._rank_readers[rank].fetch_buckets(manifests[rank])
-            except WeightsError as error:
-                raise WeightsError(f"slices of rank {rank}: {error}") from error
-
+        while len(readers) < len(manifests):
+            device = get_rank_device(self._device, len(readers))
+            settings: dict[str, Any] = {"timeout_s": self._timeout_s, "device": device}
+            readers.append(CollectiveReader(self._name, TransportReader(), **settings))
         with ThreadPoolExecutor(len(manifests), "slices") as threads:
-            rank_arrays = list(threads.map(fetch_rank, range(len(manifests))))
+            rank_arrays = list(threads.map(CollectiveReader._receive_version, readers, manifests))
+        for rank, reader in enumerate(readers):
+            if reader.fallback_reason:
+                raise WeightsError(f"slices of rank {rank}: {reader.fallback_reason}")
+        received = [arrays for arrays in rank_arrays if arrays is not None]
+        if len(received) < len(manifests):
+            return ()
         self.bytes_fetched += sum(rank_manifest.num_bytes for rank_manifest in manifests)
-        return rank_arrays
+        return received
 
     def fetch_buckets(self, manifest: WeightManifest) -> Sequence[Array]:
         """Receive the version's buckets from the broadcast, or if that fails from the fallback."""
-        self.fallback_reason = None
         self.bytes_fetched += manifest.num_bytes
         if not manifest.handles:
             return []
+        if (received := self._receive_version(manifest)) is not None:
+            return received
+        cause = f" ({self.fallback_reason})" if self.fallback_reason else ""
+        if manifest.handles[0].fallback_handle is None:
+            raise VersionNotStoredError(
+                f"weights version {manifest.version} went to its readers only{cause}"
+            )
+        try:
+            return self._fallback.fetch_buckets(_make_fallback_manifest(manifest))
+        except WeightsError as error:
+            raise WeightsError(f"{error}{cause}") from error
+
+    def _receive_version(self, manifest: WeightManifest) -> list[Array] | None:
+        """Receive the version's buckets; if that fails, return None and ask for the next version.
+
+        Sets `fallback_reason` unless this reader joined after the group epoch began.
+        """
+        self.fallback_reason = None
         epoch = manifest.handles[0].epoch
         join_s = estimate_join_s(manifest.num_bytes, len(epoch.members))
         deadline = SharedDeadline(self._timeout_s + join_s + estimate_send_s(manifest.num_bytes))
         try:
             store = self._join_store(epoch, deadline)
-            # A reader that joined after the epoch began is in the next one.
             if self._epoch is not None or self._name in epoch.members:
                 return self._receive_buckets(store, epoch, manifest, deadline)
         except (RuntimeError, WeightsError) as error:
@@ -680,16 +693,7 @@ class CollectiveReader(TransportReader):
             # A group is unusable after any error; the writer begins a new epoch.
             self.fallback_reason = f"weights version {manifest.version} was not sent: {error}"
         self._request_membership()
-        if manifest.handles[0].fallback_handle is None:
-            reason = f" ({self.fallback_reason})" if self.fallback_reason else ""
-            raise VersionNotStoredError(
-                f"weights version {manifest.version} went to its readers only{reason}"
-            )
-        try:
-            return self._fallback.fetch_buckets(_make_fallback_manifest(manifest))
-        except WeightsError as error:
-            cause = f" ({self.fallback_reason})" if self.fallback_reason else ""
-            raise WeightsError(f"{error}{cause}") from error
+        return None
 
     def close(self) -> None:
         """Leave the broadcast group; the other members notice at its next use."""
