@@ -13,7 +13,7 @@ from streamrl.actors.liveness import PingableActor
 from streamrl.actors.shared_weights import SharedWeights
 from streamrl.actors.transport.ray_calls import CALL_TIMEOUT_S, call_actor
 from streamrl.dataflow import EMA_REFERENCE, ModelCall
-from streamrl.errors import WeightsError
+from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.pipeline import follow_weights
 from streamrl.run_dir.crash_stacks import record_crash_reason, record_crash_stacks
 from streamrl.stream.device_lease import SuspendableWork
@@ -78,7 +78,10 @@ class RemoteWeightChannel:
         except WeightsError as error:
             fault = str(error)  # the whole version may arrive
         if not tensors:
-            tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+            try:
+                tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
+            except VersionNotStoredError as error:
+                raise VersionNotStoredError(f"{error}{fault and f' ({fault})'}") from error
             fault = fault or reader.fallback_reason or ""
         return FetchedWeights(tensors, reader.bytes_fetched - bytes_before, fault)
 

@@ -1,12 +1,14 @@
 """Runs whose generator is split over two processes: each version is verified on both ranks."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.e2e.launched import events
+from tests.e2e.launched import audit, events, rows, train
 from tests.e2e.recorded import Played, play
 from tests.e2e.test_placements import ON_POLICY
 from tests.toy import write_toy
@@ -69,3 +71,23 @@ def test_a_split_generator_serves_every_version_of_a_run(
     assert len(checked) >= STEPS - 1 and max(checked) < 1e-4
     assert not any(row["weights/faults"] for row in run.rows)
     assert not events(folder / "runs" / name, "weights_not_loaded")
+    # A broadcast of slices takes norms and routers to both ranks.
+    takes_slices = run.rows[-1]["weights/bytes"] > run.rows[0]["weights/bytes"]
+    assert takes_slices == (name == "mixture")
+
+
+def test_a_killed_split_generator_takes_slices_again(toy: Path):
+    words = [*SPLIT[3:], "generator.replicas=2", "weights.transport=collective"]
+    run, run_dir = train(toy, "split-killed", *words, "run.steps=100000")
+    run.until(lambda: len(rows(run_dir)) >= 4)
+    both_take_slices = max(row["weights/bytes"] for row in rows(run_dir)[2:])
+    os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
+    run.until(lambda: len(events(run_dir, "restarted")) == 1)
+    steps = len(rows(run_dir))
+    run.until(lambda: both_take_slices in [r["weights/bytes"] for r in rows(run_dir)[steps + 2 :]])
+    run.stop()
+    metrics = rows(run_dir)
+    assert metrics[-1]["ledger/dropped"] == 0
+    assert len(audit(run_dir).trained) == 4 * len(metrics)
+    for event in events(run_dir, "weights_refused"):
+        assert event["reason"].startswith(f"weights version {event['version']} went to its readers")

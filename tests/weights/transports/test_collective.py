@@ -145,9 +145,7 @@ def test_a_rank_that_misses_a_broadcast_is_named_and_takes_part_in_the_next(slic
     assert fetch_slices(a, VERSIONS.publish(writer, 0))
     a._rank_readers[1].close()  # it loses its group
     manifest = VERSIONS.publish(writer, 1)
-    with pytest.raises(
-        WeightsError, match="slices of rank 1: weights version 1 was not sent"
-    ):
+    with pytest.raises(WeightsError, match="slices of rank 1: weights version 1 was not sent"):
         a.fetch_slices(manifest)
     with pytest.raises(VersionNotStoredError):
         a.fetch_buckets(manifest)
