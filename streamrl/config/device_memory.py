@@ -80,7 +80,9 @@ def _list_needs(config: RunConfig, model_bytes: Mapping[str, int], gpu_bytes: in
             held = _count_loaded_bytes(config.model.path, generator.resolve_dtype(on_gpu=True))
             held = held // generator.tensor_parallel + generator.kv_cache_mb * MIB
             remedy = "a smaller generator.kv_cache_mb or a larger generator.tensor_parallel"
-            needs.append(GpuNeed(role, held + CUDA_CONTEXT_BYTES, remedy=remedy))
+            # The actor of a split generator uses each of its GPUs, too.
+            held += CUDA_CONTEXT_BYTES * (1 + (generator.tensor_parallel > 1))
+            needs.append(GpuNeed(role, held, remedy=remedy))
         elif role != GENERATE_CALL.role and num_bytes:
             held = CUDA_CONTEXT_BYTES + _count_scorer_bytes(config, role, num_bytes)
             remedy = "scorer.offload=true"

@@ -82,11 +82,13 @@ class WeightTraffic:
         host = min(kind.device.host_bytes_per_s for kind in kinds) * HOST_FRACTION
         load_s = wanted / host
         if transport == COLLECTIVE:
-            # A broadcast enters each node once; ranks that take slices receive one by one.
-            copies = target.mesh.count_devices_per_node(self.cluster) if grid.tp_size > 1 else 1
+            # A broadcast enters each node once; ranks that take slices receive one by one, and the
+            # publisher packs these after the whole.
+            is_split = grid.tp_size > 1
+            copies = target.mesh.count_devices_per_node(self.cluster) if is_split else 1
             network = min(kind.node_bytes_per_s for kind in kinds) * constants.network_fraction
             pull_s = copies * wanted / network + 2 * load_s
-            return WeightsTiming(whole / host, pull_s + load_s, load_s)
+            return WeightsTiming(whole / host * (1 + is_split), pull_s + load_s, load_s)
         read_s = wanted / FILE_READ_BYTES_PER_S
         read_s += whole / STORE_BYTES_PER_S * (transport == OBJECT_STORE)
         return WeightsTiming(whole / FILE_WRITE_BYTES_PER_S, read_s + load_s, load_s)
