@@ -18,12 +18,12 @@ def allocate_storage(
     dtypes: by tensor name; their itemsizes must match the layout's specs.
     """
     buffers = {}
-    specs = layout.model.index_specs_by_name()
+    sizes = layout.model.itemsizes
     shards = layout.shards.get(rank, {})
     for tensor, shard in shards.items():
         dtype = dtypes[tensor]
-        if dtype.itemsize != specs[tensor].itemsize:
-            raise ValueError(f"{tensor}: {dtype} does not have {specs[tensor].itemsize} bytes")
+        if dtype.itemsize != sizes[tensor]:
+            raise ValueError(f"{tensor}: {dtype} does not have {sizes[tensor]} bytes")
         buffers[tensor] = torch.empty(shard.numel, dtype=dtype, device=device)
     return create_from_buffers(buffers, shards)
 

@@ -104,14 +104,14 @@ def _count_kept_bytes(
 
     Ranks that share their shards (replicas) are computed once.
     """
-    specs = training_layout.model.index_specs_by_name()
+    sizes = training_layout.model.itemsizes
     rows: dict[int, list[int]] = {}
     for rank in training_layout.ranks:
         shards = training_layout.shards[rank]
         if id(shards) not in rows:
             rows[id(shards)] = [
                 sum(
-                    common.numel * specs[name].itemsize
+                    common.numel * sizes[name]
                     for name in shards.keys() & target.keys()
                     for box in shards[name].boxes
                     for target_box in target[name].boxes

@@ -109,9 +109,6 @@ class ModelSpec:
         """Bytes per element of each tensor, by name."""
         return {spec.name: spec.itemsize for spec in self.tensors}
 
-    def index_specs_by_name(self) -> dict[str, TensorSpec]:
-        return {spec.name: spec for spec in self.tensors}
-
 
 def split_stages_evenly(num_positions: int, stages: int) -> tuple[int, ...]:
     """Return the number of pipeline positions (layers) of each of `stages` pipeline stages.

@@ -45,7 +45,7 @@ MODEL = ModelSpec(
     tuple(replace(s, itemsize=8) if "norm" in s.name else s for s in PLAIN.tensors),
     PLAIN.num_pipeline_positions,
 )
-NAMES = list(MODEL.index_specs_by_name())
+NAMES = list(MODEL.itemsizes)
 DTYPES = {name: torch.int64 if "norm" in name else torch.float32 for name in NAMES}
 
 

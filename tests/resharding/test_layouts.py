@@ -22,15 +22,13 @@ FLOAT = torch.float32
 
 
 def full_tensor(layout: ModelLayout, name: str) -> torch.Tensor:
-    spec = layout.model.index_specs_by_name()[name]
+    (spec,) = (spec for spec in layout.model.tensors if spec.name == name)
     return torch.arange(spec.numel, dtype=FLOAT).view(spec.shape)
 
 
 def stored(layout: ModelLayout, rank: int, name: str) -> torch.Tensor:
     """Return a rank's buffer of a tensor, in memory order."""
-    storage = allocate_storage(
-        layout, rank, dict.fromkeys(layout.model.index_specs_by_name(), FLOAT)
-    )
+    storage = allocate_storage(layout, rank, dict.fromkeys(layout.model.itemsizes, FLOAT))
     for box, view in storage.get_pieces(name):
         view.copy_(
             full_tensor(layout, name)[tuple(slice(low, high) for low, high in box.dim_ranges)]
