@@ -9,7 +9,7 @@ result does not depend on the number of ranks.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -435,13 +435,13 @@ class PolicyWorker(TrainedWorker):
         super().offload()
 
     async def _start_generator(self, memory: WorkerMemory) -> None:
-        model, weights = self._trainer.model, self._shared_weights
-        await weights.attach_trainer(model, memory, run_in_thread=_run_directly)
+        await self._shared_weights.attach_trainer(self._trainer.model, memory)
         self._generator = await RealEngineFactory().make_generator(
             self._config, self._max_length, self._context.rank
         )
-        fills = self._config.needs_resharding
-        await weights.attach_generator(self._generator, should_fill_storage=fills)
+        await self._shared_weights.attach_generator(
+            self._generator, should_fill_storage=self._config.needs_resharding
+        )
         await self._load_version(self._publish_version())
 
     async def _train_next_version(
@@ -603,10 +603,6 @@ class ScorerWorker:
             if isinstance(result, StreamError):
                 raise result
         return to_batch(list(results))
-
-
-async def _run_directly(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
 
 
 async def _await_result(results: Any) -> Any:
