@@ -156,6 +156,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "if not received:",
         "tests/weights/transports/test_collective.py -k header",
     ),
+    Mutant(
+        "weights/transports/collective.py",
+        "is_copy_needed = is_again or not (has_reached_all",
+        "is_copy_needed = not (has_reached_all",
+        "tests/weights/transports/test_collective.py -k published_again",
+    ),
     # engines
     Mutant(
         "engines/generation/generation_engine.py",
