@@ -1449,7 +1449,7 @@ def count_pinned_gib() -> float:
     """Return the pinned memory that offloads keep for the next one, GiB; 0 on a CPU."""
     from streamrl.weights.pinned_memory import FREE_BLOCKS
 
-    return sum(size * len(blocks) for (size, _), blocks in FREE_BLOCKS.items()) / GIB
+    return sum(size * len(blocks) for (size, *_), blocks in FREE_BLOCKS.items()) / GIB
 
 
 # --- Step: layers in host memory ------------------------------------------------------------------

@@ -216,10 +216,19 @@ def unpack_slices(manifest: WeightManifest, rank_arrays: Sequence[Sequence[Array
     pairs = zip(manifest.rank_manifests, rank_arrays, strict=True)
     for rank, (rank_manifest, arrays) in enumerate(pairs):
         try:
-            slices |= unpack_tensors(rank_manifest, arrays)
+            own = unpack_tensors(rank_manifest, arrays)
         except WeightsError as error:
             raise WeightsError(f"slices of rank {rank}: {error}") from error
+        for name, checksum in rank_manifest.slice_checksums.items():
+            if name not in own or compute_tensor_checksum(own[name]) != checksum:
+                raise WeightsError(f"slices of rank {rank}: {name} is not what was published")
+        slices |= own
     return slices
+
+
+def compute_tensor_checksum(tensor: torch.Tensor) -> str:
+    data: Array = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return compute_checksums([data])[0]
 
 
 def view_tensors(manifest: WeightManifest, arrays: Iterable[Array]) -> dict[str, torch.Tensor]:

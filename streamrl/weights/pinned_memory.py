@@ -17,20 +17,21 @@ from torch import Tensor
 from streamrl.distributed.devices import has_local_gpu, pin_host_memory, unpin_host_memory
 from streamrl.messages import Array
 
-FREE_BLOCKS: defaultdict[tuple[int, bool], list[mmap.mmap]] = defaultdict(list)
-"""Pinned memory whose arrays are gone, by size in bytes and whether it is shared. It is kept,
-because pinning takes as long as a copy, and versions of a model need the same sizes again."""
+FREE_BLOCKS: defaultdict[tuple[int, bool, int], list[mmap.mmap]] = defaultdict(list)
+"""Pinned memory whose arrays are gone, by size in bytes, whether it is shared, and rank. It is
+kept, because pinning takes as long as a copy, and versions of a model need the same sizes again."""
 
 
-def allocate_pinned(num_bytes: int, *, is_shared: bool = False) -> Array:
+def allocate_pinned(num_bytes: int, *, is_shared: bool = False, rank: int = 0) -> Array:
     """Return uint8 [num_bytes] of any contents; pinned if the process has a GPU and can pin it.
 
     Takes the exact size, and a free block of this size first. is_shared: other processes can map
-    the memory (`share_tensors`). Raises RuntimeError, as torch does, if memory is short.
+    the memory (`share_tensors`). rank: takes the blocks of this rank, whose process alone has to
+    pin them, too. Raises RuntimeError, as torch does, if memory is short.
     """
     if not (is_shared or has_local_gpu()):
         return torch.empty(num_bytes, dtype=torch.uint8).numpy()
-    free_blocks = FREE_BLOCKS[num_bytes, is_shared]
+    free_blocks = FREE_BLOCKS[num_bytes, is_shared, rank]
     try:
         block = free_blocks.pop()
     except IndexError:

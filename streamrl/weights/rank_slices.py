@@ -13,9 +13,9 @@ class RankSlices(dict[str, Any]):
     """Slices of all ranks by `make_slice_name`: tensors, for which no rank needs a whole one."""
 
 
-def make_slice_name(rank: int, name: str, position: int) -> str:
-    """Return the name of a rank's slice: `position` counts the slices of the tensor `name`."""
-    return f"{rank}/{position}/{name}"
+def make_slice_name(rank: int, name: str, index: tuple[slice, ...]) -> str:
+    """Return the name of a rank's slice of the tensor `name`; it tells which slice it is."""
+    return f"{rank}/{name}[{', '.join(f'{part.start}:{part.stop}' for part in index)}]"
 
 
 def is_slice_of(rank: int, name: str) -> bool:
@@ -27,5 +27,5 @@ def iter_slices(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the slices of a rank, by name, as views of the tensors."""
     for name, indices in layout.items():
-        for position, index in enumerate(indices):
-            yield make_slice_name(rank, name, position), tensors[name][index]
+        for index in indices:
+            yield make_slice_name(rank, name, index), tensors[name][index]

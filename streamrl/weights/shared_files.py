@@ -9,7 +9,7 @@ this process or of Ray's object store (raylet). Any other tensor is written to a
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +29,8 @@ ALIGNMENT_BYTES = 64
 MAPS_FIELDS = 6
 """Fields of a line of /proc/self/maps that names a file."""
 OBJECT_STORE_PROCESS = "raylet"
+OpenFiles = Mapping[tuple[int, int], tuple[str, bool]]
+"""Path of open files by device and inode, and whether the file is this process's own."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ class FileMapping:
 def share_tensors(tensors: Mapping[str, Tensor]) -> Iterator[Sequence[TensorFile]]:
     """Yield the files of tensors, valid within the context; names of one tensor share its bytes."""
     mappings = list(_iter_shared_mappings())
-    find_path = cache(_find_path)
+    open_files = cache(_list_open_files)
     copies: dict[int, int] = {}
     with os.fdopen(os.memfd_create("weights"), "wb") as out:
         copy_path, files = f"/proc/{os.getpid()}/fd/{out.fileno()}", []
         for name, tensor in tensors.items():
             address = tensor.data_ptr()
             mapping = _find_mapping(tensor, mappings)
-            path, is_reused = find_path(mapping) if mapping else (None, False)
+            path, is_reused = _find_path(mapping, open_files) if mapping else (None, False)
             if mapping is not None and path is not None:
                 offset = mapping.offset + address - mapping.start
             else:
@@ -112,23 +114,30 @@ def _iter_shared_mappings() -> Iterator[FileMapping]:
             yield FileMapping(start, end, int(fields[2], 16), fields[5], device, int(fields[4]))
 
 
-def _find_path(mapping: FileMapping) -> tuple[str | None, bool]:
+def _find_path(
+    mapping: FileMapping, list_open_files: Callable[[], OpenFiles]
+) -> tuple[str | None, bool]:
     """Return a path to the file of a mapping, if any, and whether later versions reuse the file.
 
     The name of a removed file, which ends with " (deleted)", leads nowhere.
     """
     if os.path.exists(mapping.name):
         return mapping.name, True
+    return list_open_files().get((mapping.device, mapping.inode), (None, False))
+
+
+def _list_open_files() -> OpenFiles:
+    """Return the files that this process or Ray's object store has open."""
     own, processes = os.getpid(), psutil.process_iter(["name"])
     stores = [p.pid for p in processes if p.info["name"] == OBJECT_STORE_PROCESS]
+    files: dict[tuple[int, int], tuple[str, bool]] = {}
     for pid in (own, *stores):
         with suppress(OSError):  # the process has ended, or is another user's
             for path in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(FileNotFoundError):  # closed meanwhile
                     status = path.stat()
-                    if (status.st_dev, status.st_ino) == (mapping.device, mapping.inode):
-                        return str(path), pid == own
-    return None, False
+                    files.setdefault((status.st_dev, status.st_ino), (str(path), pid == own))
+    return files
 
 
 class TensorFileReader:

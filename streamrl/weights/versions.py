@@ -11,7 +11,7 @@ layer was left out, swapped, or read in a wrong layout.
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -132,7 +132,8 @@ class WeightManifest:
 
     If `logprob_check` is set, followers compare their log-probabilities with the trainer's.
     rank_manifests: of the same version, for each rank of split generators its slices; empty if none
-    takes them.
+    takes them. slice_checksums: in a rank's manifest, of the same slices of the whole tensors, by
+    name; only for the first versions.
     """
 
     version: int
@@ -140,6 +141,7 @@ class WeightManifest:
     handles: tuple[Any, ...]
     logprob_check: LogprobCheck | None = None
     rank_manifests: "tuple[WeightManifest, ...]" = ()
+    slice_checksums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -459,7 +461,9 @@ class WeightRegistry:
         self.loads.pop(follower, None)
         if state.pull is not None:
             self._pulls.append(state.pull)
-            self._follower_layouts[follower] = state.pull.layouts
+            # Equal ones become one object, which a message to the trainers contains once.
+            same = (own for own in self._follower_layouts.values() if own == state.pull.layouts)
+            self._follower_layouts[follower] = next(same, state.pull.layouts)
             if state.pull.fallback_reason:
                 self._on_fault(
                     FALLBACK_USED, follower, WeightFault(state.version, state.pull.fallback_reason)

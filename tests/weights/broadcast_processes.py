@@ -27,9 +27,9 @@ def fetch_slices(reader: CollectiveReader, manifest: WeightManifest) -> bool:
     """Return whether the reader receives exactly the slices of LAYOUTS."""
     tensors = VERSIONS.make_tensors(manifest.version)
     expected = {
-        **{"0/0/t0": tensors["t0"][:60_000], "0/0/t1": tensors["t1"]},
-        **{"1/0/t0": tensors["t0"][60_000:80_000], "1/1/t0": tensors["t0"][80_000:]},
-        "1/0/t3": tensors["t3"],
+        **{"0/t0[0:60000]": tensors["t0"][:60_000], "0/t1[0:300000]": tensors["t1"]},
+        **{"1/t0[60000:80000]": tensors["t0"][60_000:80_000]},
+        **{"1/t0[80000:300000]": tensors["t0"][80_000:], "1/t3[0:300000]": tensors["t3"]},
     }
     slices = unpack_slices(manifest, reader.fetch_slices(manifest))
     return slices.keys() == expected.keys() and all(

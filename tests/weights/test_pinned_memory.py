@@ -57,7 +57,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCuda]:
     monkeypatch.setattr(pinned_memory, "FREE_BLOCKS", defaultdict(list))
     yield cuda
     gc.collect()
-    kept = [size for (size, _), blocks in pinned_memory.FREE_BLOCKS.items() for _ in blocks]
+    kept = [size for (size, *_), blocks in pinned_memory.FREE_BLOCKS.items() for _ in blocks]
     assert sorted(cuda.pinned.values()) == sorted(kept), "only free blocks stay pinned"
 
 
@@ -139,6 +139,16 @@ def test_pinned_memory_has_the_exact_size_and_serves_the_next_version(cuda: Stan
         starts = sorted((data.ctypes.data, data.nbytes) for data in version)
         assert all(a + n <= b for (a, n), (b, _) in pairwise(starts))
         del version
+
+
+def test_no_rank_takes_memory_that_another_has_mapped(cuda: StandInCuda):
+    addresses: dict[int, set[int]] = {0: set(), 1: set()}
+    for _ in range(3):
+        for rank, used in addresses.items():
+            used.add(allocate_pinned(5_000, is_shared=True, rank=rank).ctypes.data)
+            gc.collect()
+    assert [len(used) for used in addresses.values()] == [1, 1]
+    assert not addresses[0] & addresses[1]
 
 
 def test_a_view_keeps_pinned_memory_from_other_arrays(cuda: StandInCuda):

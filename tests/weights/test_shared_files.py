@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from streamrl.messages import Array
+from streamrl.weights import shared_files
 from streamrl.weights.pinned_memory import allocate_pinned
 from streamrl.weights.shared_copies import SHARED_MEMORY_DIR
 from streamrl.weights.shared_files import OBJECT_STORE_PROCESS, TensorFileReader, share_tensors
@@ -53,6 +55,16 @@ def make_stored_object() -> Iterator[Array]:
 @contextmanager
 def make_receive_buffer() -> Iterator[Array]:
     yield allocate_pinned(NUM_BYTES, is_shared=True)
+
+
+def test_open_files_are_listed_once_however_many_buffers_there_are(monkeypatch: pytest.MonkeyPatch):
+    listing = mock.Mock(wraps=shared_files._list_open_files)
+    monkeypatch.setattr(shared_files, "_list_open_files", listing)
+    buffers = [allocate_pinned(NUM_BYTES, is_shared=True) for _ in range(5)]
+    tensors = {str(i): torch.from_numpy(data) for i, data in enumerate(buffers)}
+    with share_tensors(tensors) as files:
+        assert len({file.path for file in files}) == len(buffers)
+    listing.assert_called_once()
 
 
 @contextmanager

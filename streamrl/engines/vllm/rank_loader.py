@@ -337,9 +337,9 @@ class RankLoader:
         slices: by `make_slice_name`. Names of tensors of which a slice is missing differ.
         """
         pieces = {
-            (name, box): slices.get(make_slice_name(self.rank, name, position))
+            (name, box): slices.get(make_slice_name(self.rank, name, box.slices))
             for name, boxes in self._layout.items()
-            for position, box in enumerate(boxes)
+            for box in boxes
         }
         missing = {name for (name, _), piece in pieces.items() if piece is None}
         found = {place: piece for place, piece in pieces.items() if piece is not None}
@@ -371,7 +371,7 @@ class RankLoader:
     def _spread_slices(
         self, slices: Mapping[tuple[str, TensorBox], Tensor]
     ) -> Mapping[str, Tensor]:
-        """Return whole tensors with values at the slices alone; the kernel backs no other page."""
+        """Return whole tensors with values at the slices; pages without any take no memory."""
         dtypes = {name: piece.dtype for (name, _), piece in slices.items()}
         shapes = self._parameters.shapes
         whole = {

@@ -52,10 +52,10 @@ from streamrl.distributed.devices import (
 from streamrl.distributed.process_group import serve_tcp_store
 from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.messages import Array
-from streamrl.weights.buckets import publish_version, view_tensors
+from streamrl.weights.buckets import compute_tensor_checksum, publish_version, view_tensors
 from streamrl.weights.parameters import as_tensor
 from streamrl.weights.pinned_memory import allocate_pinned
-from streamrl.weights.rank_slices import Readers, SliceLayout, iter_slices
+from streamrl.weights.rank_slices import Readers, SliceLayout, iter_slices, make_slice_name
 from streamrl.weights.transport import (
     Transport,
     TransportReader,
@@ -64,7 +64,7 @@ from streamrl.weights.transport import (
     estimate_send_s,
 )
 from streamrl.weights.transports import object_store
-from streamrl.weights.versions import WeightBucket, WeightManifest
+from streamrl.weights.versions import NUM_INITIAL_CHECKS, WeightBucket, WeightManifest
 
 PUBLISHER_RANK = 0
 STORE_POLL_S = 0.002
@@ -76,17 +76,27 @@ NCCL_WATCHDOG_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 the process."""
 
 
+GROUP_LOCK = threading.Lock()
+"""Held while the environment is changed: groups of several ranks are made at once."""
+
+
 @dataclass(frozen=True)
 class GroupEpoch:
     """Period in which the members of the broadcast group do not change.
 
     host, port: address of the publisher's TCPStore. members: names of the readers, by rank from 1.
+    num_groups: groups with which this one shares the publisher's network, itself included.
     """
 
     number: int
     host: str
     port: int
     members: tuple[str, ...]
+    num_groups: int = 1
+
+    def estimate_send_s(self, num_bytes: int) -> float:
+        """Return the seconds that bytes take if all groups send as many at once."""
+        return estimate_send_s(num_bytes * self.num_groups)
 
     def go_ahead_key(self, version: int) -> str:
         """Return the TCPStore key of the publisher's decision whether to send `version`."""
@@ -152,7 +162,7 @@ class BroadcastGroup:
     ) -> None:
         prefix_store = dist.PrefixStore(f"{epoch.number}/group", store)
         size = len(epoch.members) + 1
-        self._device = device
+        self._device, self._epoch = device, epoch
         self._is_publisher = rank == PUBLISHER_RANK
         # Neither training nor sampling delays a broadcast.
         self._stream = make_gpu_stream(device) if device.type == GPU else None
@@ -167,7 +177,7 @@ class BroadcastGroup:
         So a lost member costs the others no more, however large the version is.
         """
         for data in buckets:
-            deadline = SharedDeadline(timeout_s + estimate_send_s(data.nbytes), whole)
+            deadline = SharedDeadline(timeout_s + self._epoch.estimate_send_s(data.nbytes), whole)
             self.broadcast_tensor(as_tensor(data), deadline)
 
     def broadcast_tensor(self, tensor: Tensor, deadline: SharedDeadline) -> None:
@@ -242,7 +252,7 @@ def make_nccl_group(store: dist.Store, rank: int, size: int, deadline: SharedDea
     # Otherwise connecting to a dead rank never returns.
     options.config.blocking = 0
     os.environ.update(NCCL_ENV)
-    with override_environment(NCCL_WATCHDOG_ENV):
+    with GROUP_LOCK, override_environment(NCCL_WATCHDOG_ENV):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -382,6 +392,7 @@ class CollectiveWriter(TransportWriter):
         timeout_s: float,
         device: torch.device = CPU_DEVICE,
         always_copies: bool = True,
+        num_groups: int = 1,
     ) -> None:
         self._fallback = fallback
         self._always_copies = always_copies
@@ -389,7 +400,8 @@ class CollectiveWriter(TransportWriter):
         self._timeout_s = timeout_s
         self._device = device
         self._store = serve_readers(host, timeout_s)
-        self._epoch = GroupEpoch(0, host, self._store.port, ())
+        self._epoch = GroupEpoch(0, host, self._store.port, (), num_groups)
+        self._num_sliced = 0
         self._layouts: Sequence[SliceLayout] = ()
         self._rank_writers: list[CollectiveWriter] = []
         self._readers: tuple[str, ...] = ()
@@ -414,10 +426,9 @@ class CollectiveWriter(TransportWriter):
         """
         layouts = next((theirs for theirs in readers.values() if theirs), self._layouts)
         if layouts != self._layouts:
+            writers = [self._make_rank_writer(len(layouts)) for _ in layouts]
             self._close_rank_writers()
-            self._layouts = layouts
-            host, settings = self._epoch.host, (self._timeout_s, self._device)
-            self._rank_writers = [make_rank_writer(host, *settings) for _ in layouts]
+            self._layouts, self._rank_writers, self._num_sliced = layouts, writers, 0
         split: Readers = {n: () for n, theirs in readers.items() if theirs and theirs == layouts}
         for writer in self._rank_writers:
             writer.set_readers(split)
@@ -458,9 +469,9 @@ class CollectiveWriter(TransportWriter):
             self._fallback.begin_version(version)
 
     def has_reached_readers(self) -> bool:
-        """Wait for the last broadcast; return whether it reached all readers of the next one."""
-        self._wait_for_send()
-        is_complete = self._group is not None and self.send_failure is None
+        """Return whether the last broadcast has reached all readers of the next one."""
+        is_done = self._pending_send is None or self._pending_send.done()
+        is_complete = is_done and self._group is not None and self.send_failure is None
         return is_complete and self._epoch.members == self._readers
 
     def allocate_buffer(self, num_bytes: int) -> Array:
@@ -494,9 +505,8 @@ class CollectiveWriter(TransportWriter):
         self.send_failure = None
         self._abort_reason = ""
         join_s = estimate_join_s(manifest.num_bytes, len(self._epoch.members))
-        self._send_deadline = SharedDeadline(
-            self._timeout_s + join_s + estimate_send_s(manifest.num_bytes)
-        )
+        send_s = self._epoch.estimate_send_s(manifest.num_bytes)
+        self._send_deadline = SharedDeadline(self._timeout_s + join_s + send_s)
         if self._epoch.members:
             self._pending_send = self._send_executor.submit(
                 self._send_version, manifest.version, buckets, join_s
@@ -511,26 +521,48 @@ class CollectiveWriter(TransportWriter):
         tensors = view_tensors(manifest, buckets)
         bucket_bytes = min(map(len, self._staging_buffers))
 
+        is_checked = self._num_sliced < NUM_INITIAL_CHECKS
+        self._num_sliced += 1
+
         def send_rank(rank: int) -> WeightManifest:
-            return publish_version(
-                iter_slices(rank, self._layouts[rank], tensors),
+            layout = self._layouts[rank]
+            sent = publish_version(
+                iter_slices(rank, layout, tensors),
                 version=manifest.version,
                 bucket_bytes=bucket_bytes,
                 writer=self._rank_writers[rank],
             )
+            checksums = {
+                make_slice_name(rank, name, index): compute_tensor_checksum(tensors[name][index])
+                for name, indices in (layout.items() if is_checked else ())
+                for index in indices
+            }
+            return replace(sent, slice_checksums=checksums)
 
         with ThreadPoolExecutor(len(self._layouts), "slices") as threads:
             return tuple(threads.map(send_rank, range(len(self._layouts))))
 
+    def _make_rank_writer(self, num_ranks: int) -> "CollectiveWriter":
+        """Make the writer of one rank's slices, which its readers do not fetch from elsewhere."""
+        return CollectiveWriter(
+            NoCopies(),
+            host=self._epoch.host,
+            timeout_s=self._timeout_s,
+            device=self._device,
+            always_copies=False,
+            num_groups=num_ranks + 1,
+        )
+
     def _close_rank_writers(self) -> None:
         for writer in self._rank_writers:
+            writer._abort_send("its slices are no longer sent")
             writer.close()
 
     def close(self) -> None:
         """Wait for a running broadcast, at most MAX_SEND_WAIT_S, and free all resources."""
         try:
-            self._close_rank_writers()
             self._wait_for_send()
+            self._close_rank_writers()
         finally:
             self._send_executor.shutdown(wait=False)
             self._group = None
@@ -572,15 +604,18 @@ class CollectiveWriter(TransportWriter):
                 self._store.delete_key(key)
 
     def _wait_for_send(self) -> None:
-        """Wait for the running broadcast, and abort it if it takes longer than MAX_SEND_WAIT_S.
+        """Wait for the running broadcasts, those of ranks too; abort them after MAX_SEND_WAIT_S.
 
-        Raises WeightsError if it does not end then.
+        Raises WeightsError if that of this writer does not end then.
         """
+        sends = {w: w._pending_send for w in (self, *self._rank_writers) if w._pending_send}
+        wait(sends.values(), MAX_SEND_WAIT_S)
+        for writer, send in sends.items():
+            if not send.done():
+                waited = f"{MAX_SEND_WAIT_S:g} s after the next version was due"
+                writer._abort_send(f"not finished {waited}")
         if self._pending_send is None:
             return
-        wait([self._pending_send], MAX_SEND_WAIT_S)
-        if not self._pending_send.done():
-            self._abort_send(f"not finished {MAX_SEND_WAIT_S:g} s after the next version was due")
         try:
             self._pending_send.result(ABORT_S)
         except SendTimeoutError as error:
@@ -606,12 +641,6 @@ class NoCopies(TransportWriter):
         """Return no handle."""
 
 
-def make_rank_writer(host: str, timeout_s: float, device: torch.device) -> CollectiveWriter:
-    """Make the writer of one rank's slices, which its readers do not fetch from elsewhere."""
-    settings: dict[str, Any] = {"host": host, "timeout_s": timeout_s, "device": device}
-    return CollectiveWriter(NoCopies(), **settings, always_copies=False)
-
-
 class CollectiveReader(TransportReader):
     """Reader's end of the collective transport: takes part in broadcasts, else uses `fallback`.
 
@@ -626,8 +655,9 @@ class CollectiveReader(TransportReader):
         *,
         timeout_s: float,
         device: torch.device = CPU_DEVICE,
+        rank: int = 0,
     ) -> None:
-        self._name = name
+        self._name, self._rank = name, rank
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._device = device
@@ -637,16 +667,20 @@ class CollectiveReader(TransportReader):
         self._group: BroadcastGroup | None = None
         self._receive_buffers: list[Array] = []
         self._rank_readers: list[CollectiveReader] = []
+        self._sliced_version = -1
 
     def fetch_slices(self, manifest: WeightManifest) -> Sequence[Sequence[Array]]:
         """Receive the slices of all ranks at once, each through the GPU of its rank."""
         manifests, readers = manifest.rank_manifests, self._rank_readers
-        if not manifests:
+        # Ranks that received a version take part in no other broadcast of it.
+        if not manifests or manifest.version == self._sliced_version:
             return ()
+        self._sliced_version = manifest.version
         while len(readers) < len(manifests):
-            device = get_rank_device(self._device, len(readers))
+            rank = len(readers)
+            device = get_rank_device(self._device, rank)
             settings: dict[str, Any] = {"timeout_s": self._timeout_s, "device": device}
-            readers.append(CollectiveReader(self._name, TransportReader(), **settings))
+            readers.append(CollectiveReader(self._name, TransportReader(), rank=rank, **settings))
         with ThreadPoolExecutor(len(manifests), "slices") as threads:
             rank_arrays = list(threads.map(CollectiveReader._receive_version, readers, manifests))
         for rank, reader in enumerate(readers):
@@ -683,7 +717,8 @@ class CollectiveReader(TransportReader):
         self.fallback_reason = None
         epoch = manifest.handles[0].epoch
         join_s = estimate_join_s(manifest.num_bytes, len(epoch.members))
-        deadline = SharedDeadline(self._timeout_s + join_s + estimate_send_s(manifest.num_bytes))
+        send_s = epoch.estimate_send_s(manifest.num_bytes)
+        deadline = SharedDeadline(self._timeout_s + join_s + send_s)
         try:
             store = self._join_store(epoch, deadline)
             if self._epoch is not None or self._name in epoch.members:
@@ -740,7 +775,7 @@ class CollectiveReader(TransportReader):
             self._group = BroadcastGroup(store, epoch, rank, self._device, connect_deadline)
         self._group.verify_header((epoch.number, version), connect_deadline)
         self._group.broadcast_buckets(
-            _allocate_in_turn(manifest.buckets, arrays), self._timeout_s, deadline
+            _allocate_in_turn(manifest.buckets, self._rank, arrays), self._timeout_s, deadline
         )
         self._receive_buffers = []
         for data in arrays:
@@ -748,13 +783,15 @@ class CollectiveReader(TransportReader):
         return arrays
 
 
-def _allocate_in_turn(buckets: Sequence[WeightBucket], arrays: list[Array]) -> Iterator[Array]:
+def _allocate_in_turn(
+    buckets: Sequence[WeightBucket], rank: int, arrays: list[Array]
+) -> Iterator[Array]:
     """Yield host memory for each bucket, and append it to `arrays`.
 
     All of it at once would take a minute to pin for a large model, and the others would wait.
     """
     for bucket in buckets:
-        arrays.append(allocate_pinned(bucket.num_bytes, is_shared=True))
+        arrays.append(allocate_pinned(bucket.num_bytes, is_shared=True, rank=rank))
         yield arrays[-1]
 
 

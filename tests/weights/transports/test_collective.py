@@ -1,11 +1,13 @@
 """Broadcasts between real processes, including processes that are absent or die."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from streamrl.errors import VersionNotStoredError, WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, transport
 from streamrl.weights.buckets import publish_version, unpack_slices
+from streamrl.weights.rank_slices import SliceLayout, iter_slices
 from streamrl.weights.transports import collective
 from streamrl.weights.transports.collective import (
     CollectiveReader,
@@ -147,13 +150,64 @@ def test_a_rank_that_misses_a_broadcast_is_named_and_takes_part_in_the_next(slic
     manifest = VERSIONS.publish(writer, 1)
     with pytest.raises(WeightsError, match="slices of rank 1: weights version 1 was not sent"):
         a.fetch_slices(manifest)
-    with pytest.raises(VersionNotStoredError):
-        a.fetch_buckets(manifest)
+    for _ in range(2):
+        with pytest.raises(VersionNotStoredError):
+            a.fetch_buckets(manifest)
+        assert a.fetch_slices(manifest) == (), "rank 0 has them, and keeps its group"
     assert VERSIONS.fetch(a, VERSIONS.publish(writer, 1))
     for version, is_copied in ((2, True), (3, False)):
         manifest = VERSIONS.publish(writer, version)
         assert (manifest.handles[0].fallback_handle is not None) == is_copied
         assert fetch_slices(a, manifest)
+
+
+def test_a_slice_from_another_place_is_refused_naming_the_rank(
+    slices: Any, monkeypatch: pytest.MonkeyPatch
+):
+    writer, readers = slices
+
+    def take_other_half(rank: int, layout: SliceLayout, tensors: Any) -> Iterator[tuple[str, Any]]:
+        for name, part in iter_slices(rank, layout, tensors):
+            yield name, tensors["t2"][: len(part)] if name.startswith("1/t3") else part
+
+    monkeypatch.setattr(collective, "iter_slices", take_other_half)
+    writer.set_readers({"a": LAYOUTS})
+    for version in range(3):
+        manifest = VERSIONS.publish(writer, version)
+        with pytest.raises(WeightsError, match=r"rank 1: 1/t3\[0:300000\] is not what was publ"):
+            unpack_slices(manifest, readers["a"].fetch_slices(manifest))
+
+
+def test_deadlines_of_ranks_allow_for_all_that_share_the_publishers_network(slices: Any):
+    writer, _ = slices
+    writer.set_readers({"a": LAYOUTS})
+    manifest = VERSIONS.publish(writer, 0)
+    alone = transport.estimate_send_s(manifest.num_bytes)
+    for sent in manifest.rank_manifests:
+        epoch = sent.handles[0].epoch
+        expected = pytest.approx(3 * alone)  # of two ranks, and of whole tensors
+        assert epoch.estimate_send_s(manifest.num_bytes) == expected
+
+
+def test_groups_made_at_once_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    (name,), barrier = collective.NCCL_WATCHDOG_ENV, threading.Barrier(4)
+    seen: list[str | None] = []
+
+    def make(*_: Any) -> None:
+        time.sleep(0.01)
+        seen.append(os.environ.get(name))
+
+    def make_group(_: int) -> None:
+        barrier.wait()
+        collective.make_nccl_group(cast("Any", None), 0, 1, SharedDeadline(1.0))
+
+    make.Options = lambda: SimpleNamespace(config=SimpleNamespace())  # type: ignore[attr-defined]
+    monkeypatch.setattr(collective.dist, "ProcessGroupNCCL", make, raising=False)
+    monkeypatch.delenv(name, raising=False)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(make_group, range(4)))
+    assert seen == ["0"] * 4
+    assert name not in os.environ
 
 
 def test_damaged_slices_are_refused_naming_the_rank(slices: Any):
