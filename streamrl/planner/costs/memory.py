@@ -241,9 +241,8 @@ HOST_PROCESS_BYTES = 2 * GIB
 HOST_OPTIMIZER_BYTES = 16
 """Main memory per trained parameter of DeepSpeed's offloaded optimizer: moments, master weights
 and gradients in float32."""
-SHARED_VERSIONS, BROADCAST_COPIES = 3, 2
-"""Versions of a model in a node's shared memory: two published ones, and one being written. Copies
-in a publisher that broadcasts: whole, and as slices of split generators."""
+SHARED_VERSIONS = 3
+"""Versions of a model in a node's shared memory: two published ones, and one being written."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +264,7 @@ def estimate_host_bytes(cost: CallCost, kind: CallKind, *, is_in_trainer: bool) 
     moves_by_memory = cost.cluster.num_nodes == 1
     whole = cost.shape.num_params * cost.constants.served_bytes
     if kind is CallKind.TRAIN:
-        copies = SHARED_VERSIONS if moves_by_memory else BROADCAST_COPIES
-        per_node = whole * cost.shape.trained_fraction * copies
+        per_node = whole * cost.shape.trained_fraction * (SHARED_VERSIONS if moves_by_memory else 1)
         if cost.updates_on_host:
             per_rank += HOST_OPTIMIZER_BYTES * cost.sharded_params * cost.shape.trained_fraction
         if cost.keeps_inputs_on_host:
