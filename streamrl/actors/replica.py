@@ -81,7 +81,8 @@ class RemoteWeightChannel:
             try:
                 tensors = unpack_tensors(manifest, reader.fetch_buckets(manifest))
             except VersionNotStoredError as error:
-                raise VersionNotStoredError(f"{error}{fault and f' ({fault})'}") from error
+                cause = f" ({fault})" if fault else ""
+                raise VersionNotStoredError(f"{error}{cause}") from error
             fault = fault or reader.fallback_reason or ""
         return FetchedWeights(tensors, reader.bytes_fetched - bytes_before, fault)
 

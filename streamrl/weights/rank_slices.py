@@ -10,7 +10,7 @@ Readers = Mapping[str, Sequence[SliceLayout]]
 
 
 class RankSlices(dict[str, Any]):
-    """Slices of all ranks by `make_slice_name`: tensors, for which no rank needs a whole one."""
+    """Tensors by `make_slice_name`: all slices that the ranks of a generator need of a version."""
 
 
 def make_slice_name(rank: int, name: str, index: tuple[slice, ...]) -> str:
@@ -19,6 +19,7 @@ def make_slice_name(rank: int, name: str, index: tuple[slice, ...]) -> str:
 
 
 def is_slice_of(rank: int, name: str) -> bool:
+    """Return whether `make_slice_name` made this name for the rank."""
     return name.startswith(f"{rank}/")
 
 

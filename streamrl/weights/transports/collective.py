@@ -516,11 +516,11 @@ class CollectiveWriter(TransportWriter):
         self, manifest: WeightManifest, buckets: Sequence[Array]
     ) -> tuple[WeightManifest, ...]:
         """Pack the slices of each rank and start their broadcasts; return their manifests."""
-        if not (self._rank_writers and self._rank_writers[0]._readers):
+        if not any(writer._readers for writer in self._rank_writers):
             return ()
         tensors = view_tensors(manifest, buckets)
+        # A buffer has the size of a bucket, unless a single tensor is larger.
         bucket_bytes = min(map(len, self._staging_buffers))
-
         is_checked = self._num_sliced < NUM_INITIAL_CHECKS
         self._num_sliced += 1
 
@@ -543,7 +543,7 @@ class CollectiveWriter(TransportWriter):
             return tuple(threads.map(send_rank, range(len(self._layouts))))
 
     def _make_rank_writer(self, num_ranks: int) -> "CollectiveWriter":
-        """Make the writer of one rank's slices, which its readers do not fetch from elsewhere."""
+        """Make the writer of one rank's slices, of which there are no copies for late readers."""
         return CollectiveWriter(
             NoCopies(),
             host=self._epoch.host,
