@@ -64,6 +64,9 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     "lengths": ColumnSpec("int32", ColumnAxis.ROLLOUT, "tokens of each rollout, prompt included"),
     "finish_reason": ColumnSpec("int8", ColumnAxis.ROLLOUT, "code of FinishReason"),
     "scores": ColumnSpec("float32", ColumnAxis.ROLLOUT, "the combined reward of a rollout"),
+    "token_scores": ColumnSpec(
+        "float32", ColumnAxis.TOKEN, "the same by token, where its parts fall; sums to scores"
+    ),
     "answers": ColumnSpec(
         "int64", ColumnAxis.ROLLOUT, "equal for equal answers; 0 where there is none"
     ),
@@ -87,6 +90,9 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
         "int32", ColumnAxis.TURN, "end of the turn's sampled tokens, as an offset in its rollout"
     ),
     "turn_rewards": ColumnSpec("float32", ColumnAxis.TURN, "the environment's reward of a turn"),
+    "turn_states": ColumnSpec(
+        "int64", ColumnAxis.TURN, "equal for turns in equal states of the environment; 0: no state"
+    ),
     "turn_outcomes": ColumnSpec("int8", ColumnAxis.TURN, "code of TurnOutcome"),
     "num_calls": ColumnSpec("int32", ColumnAxis.ROLLOUT, "tool calls in each rollout"),
     "num_invalid_calls": ColumnSpec(
@@ -110,6 +116,7 @@ EPISODE_COLUMNS = (
     "num_turns",
     "turn_ends",
     "turn_rewards",
+    "turn_states",
     "turn_outcomes",
     "num_calls",
     "num_invalid_calls",
@@ -124,6 +131,11 @@ Samples of an episode follow each other in the order in which they were sampled.
 `loss_mask` true in one of them. Their finish reason and scores are those of the episode. Without
 the column each rollout is an episode.
 """
+TURN_COLUMN = "turn_ends"
+"""Column that tells the turns of an episode apart."""
+TOKEN_SCORES = "token_scores"
+OPTIONAL_COLUMNS = (TOKEN_SCORES,)
+"""Columns that a group may lack: without token_scores, scores fall on last tokens."""
 COMPONENT_PREFIX = "reward/"
 COST_PREFIX = "cost/"
 COMPONENT_COLUMN_SPEC = ColumnSpec(

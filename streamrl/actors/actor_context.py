@@ -63,9 +63,9 @@ class ActorContext:
 
     @property
     def train_columns(self) -> tuple[str, ...]:
-        """Queue columns that a trainer rank reads: the algorithm's and the reward components."""
+        """Queue columns that a trainer rank reads: the algorithm's, and parts of the scores."""
         train = self.config.dataflow.select_calls(CallKind.TRAIN)[0]
-        return (*train.needs, *self.config.component_columns)
+        return (*train.needs, *self.config.score_part_columns)
 
     def make_stages(
         self,

@@ -137,6 +137,12 @@ def _make_reward_stages(config: RunConfig, role: str, context: RewardContext) ->
         return RewardStages({COST_CALL.stage: partial(score_costs, costs, tokenizer)}, costs)
     rewards = build_rewards(config.rewards, context)
     accept = build_group_filter(config.filter, config.algorithm_settings.excluded_reasons)
-    scorer = RewardScorer(rewards, tokenizer, accept, config.telemetry.rollouts)
+    scorer = RewardScorer(
+        rewards,
+        tokenizer,
+        accept,
+        config.telemetry.rollouts,
+        makes_token_scores=config.algorithm.spec.reads_token_scores,
+    )
     functions = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}
     return RewardStages(functions, rewards, scorer.drain_recorded)

@@ -19,7 +19,9 @@ from streamrl.messages import (
     COMPONENT_PREFIX,
     EPISODE_COLUMN,
     ROLLOUT_COLUMNS,
+    TOKEN_SCORES,
     TRUNCATIONS,
+    TURN_COLUMN,
     FinishReason,
 )
 
@@ -30,7 +32,7 @@ SCOPES = ("group", "step")
 ALL_COMPONENTS = COMPONENT_PREFIX + "*"
 RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "included", "proximal_logprobs", "near"),
-    *("num_tokens", "token_rewards", "token_costs"),
+    *("num_tokens", "token_rewards", "token_costs", "turn_tokens"),
 }
 """Names that an algorithm cannot give to derived columns: columns of a batch, or inputs of the
 algorithm's functions.
@@ -43,7 +45,8 @@ class AlgorithmSettings:
 
     max_length: longest possible completion in tokens. scope: group or step, see `Algorithm`.
     params: the algorithm's own numbers by name. reward_weights: weight of each reward component by
-    name. splits_episodes: an episode may consist of several samples.
+    name. has_episodes: rollouts are the episodes of an environment. splits_episodes: an episode may
+    consist of several samples.
     """
 
     group_size: int
@@ -55,6 +58,7 @@ class AlgorithmSettings:
     single_rollout: str
     whiten_advantages: bool
     gamma: float
+    time_step: str
     kl_coef: float
     kl_kind: str
     kl_in: str
@@ -63,7 +67,7 @@ class AlgorithmSettings:
     overlong_buffer: int
     overlong_factor: float
     mask_truncated: bool
-    mask_timeouts: bool
+    has_episodes: bool
     correction: CorrectionConfig
     epochs: int
     mini_batches: int
@@ -77,7 +81,7 @@ class AlgorithmSettings:
     def masked_reasons(self) -> tuple[int, ...]:
         """Codes of the finish reasons of rollouts that are not trained."""
         reasons = TRUNCATIONS if self.mask_truncated else ()
-        if self.mask_timeouts:
+        if self.has_episodes:
             reasons = (*reasons, FinishReason.TIMEOUT)
         return tuple(reason.value for reason in reasons)
 
@@ -115,6 +119,7 @@ class AlgorithmSettings:
             num_tokens=sums["num_tokens"],
             num_sequences=sums["num_rollouts"],
             num_groups=sums["num_groups"],
+            num_turns=sums.get("num_turns", 0.0),
             max_length=self.max_length,
         )
 
@@ -150,6 +155,9 @@ class Algorithm:
     - columns: columns that the functions read, besides `loss_mask` and `num_tokens` [B], the number
       of sampled tokens. "reward/*" stands for all reward components. Columns are [B] or [B, T]. A
       row is an episode: several samples of one are joined to a row. Excluded rollouts have no row.
+      A column of turns is spread over the sampled tokens of the turn. `token_rewards` [B, T] are
+      made of `token_scores` if the row has this column; otherwise the score falls on the last
+      sampled token.
     - advantages: (columns, group_ids [B], settings) -> [B] or [B, T], from whole groups.
     - token_loss: (tokens, settings) -> loss [B, T] and a mask of clipped gradients, bool [B, T].
     - defaults: values for fields that `AlgorithmConfig` leaves at null.
@@ -194,6 +202,16 @@ class Algorithm:
                     f"algorithm {self.name}: {kind} {sorted(unknown)} are not in params"
                 )
 
+    @property
+    def is_by_turn(self) -> bool:
+        """True if the functions of the row read turns, whatever the step of time is."""
+        return TURN_COLUMN in self.columns
+
+    @property
+    def reads_token_scores(self) -> bool:
+        """True if it matters where in a rollout its scores fall."""
+        return TOKEN_SCORES in self.columns
+
     def call_function(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call one of this algorithm's functions and return its result.
 
@@ -227,12 +245,23 @@ class Algorithm:
 def list_required_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
     """Return the columns that a group must have before training can start on it.
 
-    Reward components are not listed: they arrive together with the scores.
+    Reward components and token scores are not listed: they arrive together with the scores.
     """
-    columns = [name for name in row.columns if name != ALL_COMPONENTS]
+    columns = [n for n in row.columns if n not in (ALL_COMPONENTS, TURN_COLUMN, TOKEN_SCORES)]
     reference = ("ref_logprobs",) if settings.kl_coef else ()
-    episode = (EPISODE_COLUMN,) if settings.splits_episodes else ()
+    episode = _list_episode_columns(row, settings)
     return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *columns, *reference, *episode)))
+
+
+def _list_episode_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
+    """Return the columns that tell episodes and their turns apart, as far as they are read.
+
+    Rollouts without an environment have no such columns: each is a turn.
+    """
+    by_turn = "turn" in (settings.time_step, settings.loss_aggregation.removesuffix("-mean"))
+    reads_turns = settings.has_episodes and (by_turn or row.is_by_turn)
+    turns = ("num_turns", TURN_COLUMN) if reads_turns else ()
+    return (*turns, EPISODE_COLUMN) if settings.splits_episodes else turns
 
 
 def list_derivation_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
@@ -241,8 +270,9 @@ def list_derivation_columns(row: Algorithm, settings: AlgorithmSettings) -> tupl
     for name in row.columns:
         is_all = name == ALL_COMPONENTS
         columns += [COMPONENT_PREFIX + c for c in settings.reward_weights] if is_all else [name]
+    columns = [name for name in columns if name != TURN_COLUMN]
     penalty = settings.kl_coef and settings.kl_in == "reward"
     kl = ("generator_logprobs", "ref_logprobs") if penalty else ()
-    episode = (EPISODE_COLUMN,) if settings.splits_episodes else ()
+    episode = _list_episode_columns(row, settings)
     always = ("lengths", "loss_mask", "finish_reason", "scores")
     return tuple(dict.fromkeys((*always, *columns, *kl, *episode)))

@@ -36,8 +36,10 @@ _SPEC_SETTINGS = (
 
 SINGLE_ROLLOUT_MODES = ("zero", "keep")
 ADVANTAGE_SCALES = ("std", "batch", "mean", "none")
+TIME_STEPS = ("token", "turn")
 LOSS_AGGREGATIONS = (
     "token-mean",
+    "turn-mean",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
@@ -62,8 +64,8 @@ class AlgorithmConfig:
     clip_high: Annotated[float | None, above(0)] = None
     #: Dual clip c: the loss under a negative advantage A is at most -c A; null: none.
     dual_clip: Annotated[float | None, above(1)] = None
-    #: Aggregation of token losses: token-mean, seq-mean-token-mean, seq-mean-token-sum,
-    #: seq-mean-token-sum-norm, prompt-mean.
+    #: Aggregation of token losses: token-mean, turn-mean (the mean over turns of the mean over
+    #: their tokens), seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, prompt-mean.
     loss_aggregation: Annotated[str | None, one_of(*LOSS_AGGREGATIONS)] = None
     #: Divisor of a group's advantages: std, batch, mean or none.
     advantage_scale: Annotated[str | None, one_of(*ADVANTAGE_SCALES)] = None
@@ -71,8 +73,11 @@ class AlgorithmConfig:
     single_rollout: Annotated[str, one_of(*SINGLE_ROLLOUT_MODES)] = "zero"
     #: Whether advantages are normalized to mean 0 and standard deviation 1 over the step's tokens.
     whiten_advantages: bool | None = None
-    #: Discount of rewards per token.
-    gamma: Annotated[float, at_least(0, 1)] = 1.0
+    #: Discount of rewards per step of time; null: 1, but 0.95 for gigpo.
+    gamma: Annotated[float | None, at_least(0, 1)] = None
+    #: Step of time of returns and generalized advantages: token, or turn (of the policy, between
+    #: two observations).
+    time_step: Annotated[str, one_of(*TIME_STEPS)] = "token"
     #: Weight of the KL divergence from the reference; 0 runs no reference.
     kl_coef: Annotated[float, at_least(0)] = 0.0
     #: Estimator of the KL divergence: k1, k2, k3, abs, k1+, k2+, k3+, abs+.
@@ -127,6 +132,12 @@ class AlgorithmConfig:
             yield key not in row.params, f"params.{key}", f"unknown; params of {self.name}: {known}"
             yield not is_finite, f"params.{key}", "must be a number"
             yield is_finite and not bounds.holds(value), f"params.{key}", str(bounds)
+        yield (
+            self.time_step != "token" and (row.is_by_turn or not row.reads_token_scores),
+            "time_step",
+            f"has no effect: {self.name} "
+            + ("counts time in turns" if row.is_by_turn else "has no returns over time"),
+        )
         yield (
             self.group_size < row.min_group_size,
             "group_size",
@@ -200,20 +211,20 @@ class AlgorithmConfig:
         *,
         max_length: int,
         reward_weights: Mapping[str, float],
-        mask_timeouts: bool = False,
+        has_episodes: bool = False,
         splits_episodes: bool = False,
     ) -> AlgorithmSettings:
         """Return the algorithm's settings with all defaults filled in.
 
         `max_length`: longest possible completion in tokens. `reward_weights`: weight by component.
-        `mask_timeouts`: do not train episodes that ended at the limit of their time.
+        `has_episodes`: do not train episodes that ended at the limit of their time.
         `splits_episodes`: an episode may consist of several samples.
         """
         values = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
         values |= {key: value for key, value in vars(self).items() if value is not None}
         values |= {"params": {**self.spec.params, **self.params}, "scope": self.scope}
         values |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
-        values |= {"mask_timeouts": mask_timeouts, "splits_episodes": splits_episodes}
+        values |= {"has_episodes": has_episodes, "splits_episodes": splits_episodes}
         return AlgorithmSettings(
             **{setting.name: values[setting.name] for setting in fields(AlgorithmSettings)}
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, TokenLossInput
 from streamrl.algorithms.correction import NO_CORRECTION
 from streamrl.algorithms.math.advantages import (
+    TurnSteps,
     make_token_rewards,
     masked_whiten,
     soft_overlong_penalty,
@@ -28,6 +29,7 @@ from streamrl.algorithms.math.losses import aggregate_loss_sum, critic_token_los
 from streamrl.algorithms.math.tokens import apply_mask, kl_estimate, masked_row_sum
 from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX
 from streamrl.errors import AlgorithmError
+from streamrl.messages import TOKEN_SCORES, TURN_COLUMN
 from streamrl.user_code.checks import format_returned
 
 
@@ -39,7 +41,8 @@ def derive_group_columns(
     `columns` are those of `list_derivation_columns` for all groups of the algorithm's scope, and
     perhaps `rejected` bool [B]; `group_ids` [B] identifies the group of each rollout. Returns
     loss_mask bool [B, T] without tokens that must not be trained, included bool [B], advantages,
-    group_tokens [B] (trained tokens in the rollout's group) and the algorithm's derived columns.
+    group_tokens [B] (trained tokens in the rollout's group), with turn-mean turn_tokens [B, T]
+    (trained tokens in the token's turn), and the algorithm's derived columns.
 
     `included` is the one mask of the rollouts that count: the algorithm's functions see no others,
     so nothing that they compute over a group depends on those. Their derived columns are 0.
@@ -50,6 +53,8 @@ def derive_group_columns(
     if "rejected" in columns:
         included &= ~columns["rejected"]
     inputs = _shape_rewards(settings, columns) | {"loss_mask": mask, "num_tokens": sampled.sum(-1)}
+    # A rollout without an environment is a turn.
+    inputs.setdefault(TURN_COLUMN, sampled.long())
     # Where nothing counts, nothing is trained, and any result will do that has the right shape.
     rows = included if included.any() else torch.ones_like(included)
     derived = _derive_from_included(
@@ -59,6 +64,9 @@ def derive_group_columns(
     tokens = mask.sum(-1)
     totals = tokens.new_zeros(int(index.max()) + 1).index_add(0, index, tokens)
     result = {"loss_mask": mask, "included": included, "group_tokens": totals[index]}
+    if settings.loss_aggregation == "turn-mean":
+        turns = TurnSteps(inputs[TURN_COLUMN])
+        result["turn_tokens"] = turns.spread(turns.sum_tokens(mask.long()))
     for name, values in derived.items():
         result[name] = values.new_zeros((len(rows), *values.shape[1:]))
         result[name][rows] = values
@@ -90,21 +98,27 @@ def _shape_rewards(settings: AlgorithmSettings, columns: Mapping[str, Tensor]) -
     Adds token_costs [B, T] if `columns` contain costs.
     """
     sampled, scores = columns["loss_mask"], columns["scores"]
+    # Without token scores all of the score falls on the last token.
+    rest, rewards = scores, torch.zeros_like(sampled, dtype=scores.dtype)
+    if TOKEN_SCORES in columns:
+        rest, rewards = torch.zeros_like(scores), apply_mask(columns[TOKEN_SCORES], sampled)
     if settings.overlong_buffer:
-        scores = scores + soft_overlong_penalty(
+        penalty = soft_overlong_penalty(
             sampled.sum(-1),
             max_length=settings.max_length,
             buffer=settings.overlong_buffer,
             factor=settings.overlong_factor,
         )
-    shaped = {**columns, "scores": scores, "token_rewards": make_token_rewards(scores, sampled)}
+        scores, rest = scores + penalty, rest + penalty
+    rewards = rewards + make_token_rewards(rest, sampled)
+    shaped = {**columns, "scores": scores, "token_rewards": rewards}
     if "costs" in columns:
         shaped["token_costs"] = make_token_rewards(columns["costs"], sampled)
     if settings.kl_coef and settings.kl_in == "reward":
         sampling = apply_mask(columns["generator_logprobs"], sampled)
         reference = apply_mask(columns["ref_logprobs"], sampled)
         penalties = settings.kl_coef * kl_estimate(sampling, reference, settings.kl_kind)
-        shaped["token_rewards"] = make_token_rewards(scores, sampled, penalties)
+        shaped["token_rewards"] = rewards - apply_mask(penalties, sampled)
         shaped["scores"] = scores - masked_row_sum(penalties, sampled)[:, 0]
         if "costs" in columns:
             # Costs are minimized, so the KL penalty is added to them.
@@ -177,6 +191,9 @@ def policy_loss(
         "clipped_sum": (clipped & kept).sum(),
         "entropy_sum": apply_mask(entropy, mask).sum(),
     }
+    turn_tokens = batch.get("turn_tokens")
+    if turn_tokens is not None:
+        sums["num_turns"] = (mask / turn_tokens.clamp(min=1).double()).sum()
     if settings.kl_coef:
         kl = kl_estimate(current, apply_mask(batch["ref_logprobs"], mask), settings.kl_kind)
         sums["kl_ref_sum"] = apply_mask(kl, mask).sum()
@@ -188,6 +205,7 @@ def policy_loss(
             mask,
             mode=settings.loss_aggregation,
             group_tokens=batch["group_tokens"],
+            turn_tokens=turn_tokens,
         )
         for name, part_loss in losses_by_part.items()
     }
@@ -226,6 +244,7 @@ def shared_value_loss(
         mask,
         mode=settings.loss_aggregation,
         group_tokens=batch["group_tokens"],
+        turn_tokens=batch.get("turn_tokens"),
     )
     return loss, {SHARED_CRITIC_PREFIX + name: value for name, value in sums.items()}
 

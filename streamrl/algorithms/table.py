@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamrl.algorithms.adaptive_params import adapt_multiplier
@@ -20,6 +21,7 @@ from streamrl.algorithms.algorithm import (
     LossAndClipped,
     TokenLossInput,
 )
+from streamrl.messages import TOKEN_SCORES, TURN_COLUMN
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +80,35 @@ def gpg(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "
 
 
 def reward_to_go(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
-    return adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
+    if settings.time_step == "token":
+        rewards, mask = columns["token_rewards"], columns["loss_mask"]
+        return adv.reward_to_go(rewards, mask, gamma=settings.gamma)
+    turns = adv.TurnSteps(columns[TURN_COLUMN])
+    rewards = turns.sum_tokens(columns["token_rewards"])
+    return turns.spread(adv.reward_to_go(rewards, turns.mask, gamma=settings.gamma))
+
+
+def turn_relative(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    turns = adv.TurnSteps(columns[TURN_COLUMN])
+    rewards = turns.sum_tokens(columns["token_rewards"])
+    gamma, scale = settings.gamma, settings.advantage_scale
+    return turns.spread(adv.turn_relative_advantages(rewards, ids, gamma=gamma, scale=scale))
+
+
+def episode_and_anchor(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    """Return GiGPO's advantages: those of episodes plus those of turns in equal states."""
+    turns = adv.TurnSteps(columns[TURN_COLUMN])
+    by_turn = adv.anchor_advantages(
+        turns.sum_tokens(columns["token_rewards"]),
+        turns.select_first(columns["turn_states"]),
+        ids,
+        gamma=settings.gamma,
+        scale=settings.advantage_scale,
+    )
+    by_episode = group_relative(columns, ids, settings)[:, None]
+    return turns.spread(by_episode + settings.params["turn_weight"] * by_turn)
 
 
 def generalized_advantages(
@@ -93,14 +123,19 @@ def returns(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) 
 
 
 def _compute_gae(columns: ColumnTensors, settings: AlgorithmSettings) -> tuple["Tensor", "Tensor"]:
-    """Return advantages and returns of generalized advantage estimation, both [B, T]."""
-    return adv.generalized_advantages(
-        columns["token_rewards"],
-        columns["values"],
-        columns["loss_mask"],
-        gamma=settings.gamma,
-        lam=settings.params["lam"],
-    )
+    """Return advantages and returns of generalized advantage estimation, both [B, T].
+
+    If time passes by turns, the value before a turn is that before its first token, and all tokens
+    of the turn have its advantage and its return.
+    """
+    rewards, values, mask = columns["token_rewards"], columns["values"], columns["loss_mask"]
+    estimate = partial(adv.generalized_advantages, gamma=settings.gamma, lam=settings.params["lam"])
+    if settings.time_step == "token":
+        return estimate(rewards, values, mask)
+    turns = adv.TurnSteps(columns[TURN_COLUMN])
+    estimates = estimate(turns.sum_tokens(rewards), turns.select_first(values), turns.mask)
+    advantages, returns = map(turns.spread, estimates)
+    return advantages, returns
 
 
 def greedy_baseline(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
@@ -303,11 +338,13 @@ DEFAULT_SETTINGS: Mapping[str, Any] = {
     "loss_aggregation": "token-mean",
     "advantage_scale": "none",
     "whiten_advantages": False,
+    "gamma": 1.0,
     "kl_in": "loss",
     "kl_kind": "k3",
 }
 KL_IN_REWARD: Mapping[str, Any] = {"kl_in": "reward", "kl_kind": "k1"}
 SCORE_COLUMNS = ("scores",)
+TOKEN_SCORE_COLUMNS = (*SCORE_COLUMNS, TOKEN_SCORES)
 FRACTION_LIMITS = (0.0, 1.0)
 NON_NEGATIVE_LIMITS = (0.0, math.inf)
 # Parameters with multiplicative updates stay 0 forever if they start at 0.
@@ -334,7 +371,7 @@ ALGORITHM_SPECS = (
     Algorithm(
         name="ppo",
         paper="Schulman et al. 2017, PPO, arXiv:1707.06347",
-        columns=(*SCORE_COLUMNS, "values"),
+        columns=(*TOKEN_SCORE_COLUMNS, "values"),
         advantages=generalized_advantages,
         token_loss=clipped_surrogate,
         derived={"returns": returns},
@@ -347,6 +384,22 @@ ALGORITHM_SPECS = (
         "dr_grpo",
         "Liu et al. 2025, Dr. GRPO, arXiv:2503.20783",
         defaults={"loss_aggregation": "seq-mean-token-sum-norm", "advantage_scale": "none"},
+    ),
+    variant(
+        "grpo_turn",
+        "Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.3, with returns",
+        columns=(*TOKEN_SCORE_COLUMNS, TURN_COLUMN),
+        advantages=turn_relative,
+        defaults={"loss_aggregation": "token-mean", "advantage_scale": "none"},
+    ),
+    variant(
+        "gigpo",
+        "Feng et al. 2025, GiGPO, arXiv:2505.10978",
+        columns=(*TOKEN_SCORE_COLUMNS, TURN_COLUMN, "turn_states"),
+        advantages=episode_and_anchor,
+        defaults={"gamma": 0.95, "loss_aggregation": "token-mean", "advantage_scale": "none"},
+        params={"turn_weight": 1.0},
+        limits={"turn_weight": NON_NEGATIVE_LIMITS},
     ),
     variant(
         "dapo",
@@ -437,7 +490,7 @@ ALGORITHM_SPECS = (
     variant(
         "remax",
         "Li et al. 2024, ReMax, arXiv:2310.10505",
-        columns=(*SCORE_COLUMNS, "baseline_scores"),
+        columns=(*TOKEN_SCORE_COLUMNS, "baseline_scores"),
         advantages=greedy_baseline,
         defaults={
             "loss_aggregation": "seq-mean-token-sum",
@@ -449,7 +502,7 @@ ALGORITHM_SPECS = (
     Algorithm(
         name="safe_rlhf",
         paper="Dai et al. 2024, Safe RLHF, arXiv:2310.12773",
-        columns=(*SCORE_COLUMNS, "costs", "values", "cost_values"),
+        columns=(*TOKEN_SCORE_COLUMNS, "costs", "values", "cost_values"),
         advantages=constrained_advantages,
         token_loss=clipped_surrogate,
         derived={"returns": clipped_returns, "cost_returns": cost_returns},
@@ -501,6 +554,7 @@ ALGORITHM_SPECS = (
     variant(
         "reinforce_pp",
         "Hu et al. 2025, REINFORCE++, arXiv:2501.03262",
+        columns=TOKEN_SCORE_COLUMNS,
         advantages=reward_to_go,
         defaults={
             "advantage_scale": "none",

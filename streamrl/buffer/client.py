@@ -24,6 +24,7 @@ from streamrl.buffer.encoding import (
 from streamrl.buffer.shard import LeaseRequest, OverdueLease, QueueShard, ShardStats, merge_stats
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
+    OPTIONAL_COLUMNS,
     ROLLOUT_COLUMNS,
     Array,
     Columns,
@@ -506,6 +507,6 @@ def _decode_blobs(blobs: Sequence[Blob]) -> dict[str, Array]:
 
 def _select_columns(blobs: Sequence[Blob], names: Sequence[str]) -> Columns:
     columns = _decode_blobs(blobs)
-    if missing := [name for name in names if name not in columns]:
-        raise ContractError(f"columns {missing} do not exist yet, only {sorted(columns)}")
-    return {name: columns[name] for name in names}
+    if missing := {*names} - columns.keys() - {*OPTIONAL_COLUMNS}:
+        raise ContractError(f"columns {sorted(missing)} do not exist yet, only {sorted(columns)}")
+    return {name: columns[name] for name in names if name in columns}

@@ -43,7 +43,7 @@ def bound_group_bytes(
     """Return the largest size of one group's columns in the queue, bytes.
 
     stage_columns: names of the columns that each stage commits.
-    components: names of the reward component columns.
+    components: names of the columns that come with the scores of a group.
     rollouts: number of rollouts per group.
     tokens: most tokens of a rollout, prompt included.
     turns: most turns of a rollout.

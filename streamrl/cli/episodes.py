@@ -32,6 +32,9 @@ from streamrl.telemetry.rollout_log import (
     read_recorded_groups,
 )
 
+MAX_SCORES = 8
+"""Most scores of a turn that are printed with their tokens."""
+
 
 def print_groups(groups: Sequence[RecordedGroup]) -> None:
     for number, group in enumerate(groups):
@@ -104,6 +107,8 @@ def _describe_turn(turn: RecordedTurn, numbers: Iterator[int]) -> str:
         return "completion"
     facts: list[Any] = [turn.outcome] if turn.outcome else []
     facts += [] if turn.reward is None else [f"reward {turn.reward:.3g}"]
+    facts += [f"score {score:.3g} on token {i + 1}" for i, score in turn.scores[:MAX_SCORES]]
+    facts += [f"{len(turn.scores) - MAX_SCORES} more scores"] * (len(turn.scores) > MAX_SCORES)
     versions = [version for version, _ in turn.versions]
     facts += [_format_versions(min(versions), max(versions))] if versions else []
     return f"turn {next(numbers)}{size}: {', '.join(facts)}"

@@ -94,7 +94,8 @@ def _make_columns(row: Algorithm, settings: AlgorithmSettings, size: int) -> dic
         spec = get_column_spec(name)
         if spec.axis in (ColumnAxis.GROUP, ColumnAxis.TEXT):
             raise AlgorithmError(f"algorithm {row.name}: column {name} has no values per rollout")
-        shape = (rows, NUM_POSITIONS) if spec.axis is ColumnAxis.TOKEN else (rows,)
+        is_per_token = spec.axis in (ColumnAxis.TOKEN, ColumnAxis.TURN)
+        shape = (rows, NUM_POSITIONS) if is_per_token else (rows,)
         values = torch.rand(shape, generator=random)
         zeros = torch.from_numpy(np.zeros(shape, spec.dtype))
         values = -values if name.endswith("logprobs") else values

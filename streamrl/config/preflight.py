@@ -124,7 +124,11 @@ def prepare_run(
             firsts += {prompt.environment: prompt for prompt in reversed(prompts)}.values()
         notes.append(
             check_environments(
-                config.environment, config.data, firsts, model_path=config.model.path
+                config.environment,
+                config.data,
+                firsts,
+                model_path=config.model.path,
+                state_reader=config.algorithm.name * config.reads_states,
             )
         )
     if config.data.pretrain:

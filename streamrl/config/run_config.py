@@ -65,6 +65,7 @@ from streamrl.files.typed_settings import (
     prepare_settings,
     suggest_nearest,
 )
+from streamrl.messages import TOKEN_SCORES
 from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.group_filter import FilterConfig
 from streamrl.rewards.interface.config import (
@@ -260,7 +261,7 @@ class RunConfig(ConfigSections):
         return self.algorithm.to_settings(
             max_length=self.max_completion_tokens,
             reward_weights={reward.component_name: reward.weight for reward in self.rewards},
-            mask_timeouts=self.environment.is_enabled,
+            has_episodes=self.environment.is_enabled,
             splits_episodes=self.environment.max_rollouts_per_episode > 1,
         )
 
@@ -366,6 +367,11 @@ class RunConfig(ConfigSections):
         )
 
     @property
+    def reads_states(self) -> bool:
+        """True if the algorithm compares turns in equal states of the environment."""
+        return "turn_states" in self.algorithm.spec.columns
+
+    @property
     def capacity_groups(self) -> int:
         """Number of groups that the queue may hold: as many as the pipeline keeps in flight."""
         in_flight = (self.pipeline.max_steps_ahead + 1) * self.pipeline.groups_per_step
@@ -380,6 +386,12 @@ class RunConfig(ConfigSections):
             for entry in self.get_rewards(role)
         )
 
+    @property
+    def score_part_columns(self) -> tuple[str, ...]:
+        """Queue columns that come with scores and costs: `component_columns`, and token scores."""
+        by_token = (TOKEN_SCORES,) if self.algorithm.spec.reads_token_scores else ()
+        return (*self.component_columns, *by_token)
+
     def bound_group_bytes(self, tokens: int) -> int:
         """Return the bytes of the largest group that the run can store in the queue.
 
@@ -387,7 +399,7 @@ class RunConfig(ConfigSections):
         """
         return bound_group_bytes(
             [call.produces for call in self.dataflow.calls],
-            self.component_columns,
+            self.score_part_columns,
             rollouts=self.algorithm.group_size * self.environment.max_rollouts_per_episode,
             tokens=tokens,
             turns=self.environment.max_turns,
@@ -542,6 +554,11 @@ def _iter_score_conflicts(config: RunConfig) -> Iterator[Conflict]:
         config.costs and not needs_costs,
         "algorithm.name",
         "uses no costs; to only log a score, add a reward of weight 0",
+    )
+    yield (
+        config.reads_states and not config.environment.is_enabled,
+        "algorithm.name",
+        "compares turns in equal states of an environment. Set environment.path",
     )
     specs = config.environment.specs.values()
     yield (

@@ -81,10 +81,12 @@ class ResetResult:
 
     messages: messages that follow those of the row; () to start from the row alone.
     tools: schemas of the tools that the policy may call.
+    state: equal for equal states of the environment before the next turn; 0: unknown.
     """
 
     messages: Sequence[Message] = ()
     tools: Sequence[ToolSchema] = ()
+    state: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,14 @@ class EnvironmentStep:
 
     messages: messages that the policy reads before its next turn.
     outcomes: outcome of each call of the reply, after execution.
+    state: as in `ResetResult`.
     """
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
     outcomes: Sequence[CallOutcome] = ()
+    state: int = 0
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ from streamrl.files.file_proofs import FileProof
 from streamrl.files.typed_settings import Conflict, check_conflicts
 from streamrl.messages import (
     COLUMN_SPECS,
+    OPTIONAL_COLUMNS,
     Array,
     Columns,
     Experience,
@@ -371,7 +372,8 @@ class PolicyWorker(TrainedWorker):
         """Compute advantages and returns of all groups of a step; return the column derived."""
         spec = self._config.algorithm.spec
         settings = self._settings.with_adaptive_params(self._adaptive_params.values)
-        check_columns(batch, list_derivation_columns(spec, settings))
+        columns = {*list_derivation_columns(spec, settings)} - {*OPTIONAL_COLUMNS}
+        check_columns(batch, columns)
         derived = derive_columns(spec, settings, map_groups_by_uid(batch))
         return {DERIVED_COLUMN: list(derived.values())}
 

@@ -5,6 +5,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from streamrl.data.chat_template import decode_ids
 from streamrl.errors import RewardError, StreamError
 from streamrl.messages import (
+    TOKEN_SCORES,
     Array,
     Columns,
     Experience,
@@ -22,6 +24,7 @@ from streamrl.messages import (
     TokenSource,
     TurnOutcome,
     count_samples,
+    describe_prompt,
     find_first_samples,
     split_token_column,
 )
@@ -39,6 +42,7 @@ MAX_DETAILED_TOKENS = 16_384
 """Most sampled tokens of a group that are recorded one by one: 11 bytes each besides their text,
 and 15 to 25 us to decode."""
 _LOGPROB_DECIMALS = 3
+_NO_SCORES = np.zeros(0, np.float32)
 _INCOMPLETE = "\ufffd"
 """Decoded text of a part of a character."""
 _MAX_CHARACTER_TOKENS = 4
@@ -72,6 +76,16 @@ def split_text(
     return pieces, rest
 
 
+def measure_pieces(tokenizer: "PreTrainedTokenizerBase", token_ids: Array) -> list[int]:
+    """Return the characters that each token, int32 [T], adds to the text without special tokens."""
+    is_special = np.isin(token_ids, tokenizer.all_special_ids)
+    kept = token_ids[~is_special].tolist()
+    sizes = np.zeros(len(token_ids), np.int64)
+    sizes[~is_special] = [*map(len, split_text(tokenizer, kept, len(kept))[0])]
+    lengths: list[int] = sizes.tolist()
+    return lengths
+
+
 def describe_rollouts(
     tokenizer: "PreTrainedTokenizerBase",
     columns: Columns,
@@ -83,7 +97,8 @@ def describe_rollouts(
     The turns of a later sample of an episode begin with its prompt, as those of the first. A
     rollout without an environment is an episode of one turn.
 
-    columns: ROLLOUT_COLUMNS of a group, and EPISODE_COLUMNS with an environment.
+    columns: ROLLOUT_COLUMNS of a group, and EPISODE_COLUMNS with an environment; token_scores if a
+    part of a score falls elsewhere than on the last token.
     max_detailed_tokens: most sampled tokens of the group that are recorded one by one, the same
     number in each rollout.
     """
@@ -91,7 +106,8 @@ def describe_rollouts(
         columns = {**columns, **_make_single_turns(columns)}
     lengths, num_turns = columns["lengths"], columns["num_turns"]
     samples = count_samples(columns)
-    names = ("token_ids", "token_source", "policy_version", "generator_logprobs", "loss_mask")
+    names = ["token_ids", "token_source", "policy_version", "generator_logprobs", "loss_mask"]
+    names += [TOKEN_SCORES] if TOKEN_SCORES in columns else []
     token_columns = {name: split_token_column(columns[name], lengths) for name in names}
     turn_columns = {
         name: split_token_column(columns[name], num_turns)
@@ -166,12 +182,18 @@ def _list_turns(
                 turn,
                 reward=None if reward is None else float(reward),
                 outcome=None if outcome is None else TurnOutcome(int(outcome)).name.lower(),
+                scores=_list_scores(tokens.get(TOKEN_SCORES, _NO_SCORES)[start:end]),
                 versions=tuple((version, len(list(run))) for version, run in versions),
                 piece_lengths=tuple(map(len, pieces)),
                 logprobs=_round_logprobs(tokens["generator_logprobs"][start:end][: len(pieces)]),
             )
             max_detailed -= len(pieces)
         yield turn
+
+
+def _list_scores(scores: Array) -> tuple[tuple[int, float], ...]:
+    """Return the token index and the number of all scores but 0."""
+    return tuple((i, float(f"{scores[i]:.6g}")) for i in np.flatnonzero(scores).tolist())
 
 
 def _round_logprobs(logprobs: Array) -> tuple[float | None, ...]:
@@ -232,7 +254,8 @@ class RewardScorer:
     """Decodes completions and scores them with the run's rewards, all groups concurrently.
 
     group_filter: applies to groups of the stream, not to groups of an evaluation. recording: which
-    scored groups are kept for `rollouts/`.
+    scored groups are kept for `rollouts/`. makes_token_scores: a group of which a part of a score
+    falls elsewhere than on the last token gets column `token_scores`.
     """
 
     def __init__(
@@ -241,7 +264,10 @@ class RewardScorer:
         tokenizer: "PreTrainedTokenizerBase",
         group_filter: GroupFilter,
         recording: RolloutConfig,
+        *,
+        makes_token_scores: bool = False,
     ) -> None:
+        self._makes_token_scores = makes_token_scores
         self._reward_set = rewards
         self._tokenizer = tokenizer
         self._group_filter = group_filter
@@ -264,7 +290,7 @@ class RewardScorer:
         columns = experience.columns
         (text,) = decode_completions(self._tokenizer, [columns["greedy_ids"]])
         group_result = await _judge_group(
-            self._reward_set, experience, [Completion.from_text(text)]
+            self._reward_set, experience, [Completion.from_text(text, columns["greedy_ids"])]
         )
         if isinstance(group_result, StreamError):
             return group_result
@@ -288,27 +314,53 @@ class RewardScorer:
         reasons = experience.columns["finish_reason"]
         ends = {"finish_reason": reasons[find_first_samples(count_samples(experience.columns))]}
         try:
+            token_scores = self._place_scores(experience, group_result, completions)
             reason = self._group_filter(experience.prompt, columns | ends)
         except RewardError as error:
             return error
         if reason:
             return FilteredGroup(reason)
         if self._recording.every and self._num_recorded < MAX_RECORDED_CHARACTERS:
-            self._record_group(experience, completions, group_result)
-        return _repeat_per_rollout(columns, experience)
+            self._record_group(experience, completions, group_result, token_scores)
+        made = token_scores if self._makes_token_scores else {}
+        return {**_repeat_per_rollout(columns, experience), **made}
+
+    def _place_scores(
+        self,
+        experience: Experience,
+        group_result: GroupRewardResult,
+        completions: Sequence[Completion],
+    ) -> Columns:
+        """Return column `token_scores`; nothing if all scores fall on last tokens.
+
+        Raises RewardError.
+        """
+        if not group_result.has_places:
+            return {}
+        assert experience.prompt is not None
+        try:
+            placed = self._reward_set.place_scores(
+                group_result, completions, partial(measure_pieces, self._tokenizer)
+            )
+        except RewardError as error:
+            raise RewardError(f"{describe_prompt(experience.prompt)}: {error}") from None
+        loss_mask = experience.columns["loss_mask"]
+        column = np.zeros(len(loss_mask), np.float32)
+        column[loss_mask] = placed
+        return {TOKEN_SCORES: column}
 
     def _record_group(
         self,
         experience: Experience,
         completions: Sequence[Completion],
         group_result: GroupRewardResult,
+        token_scores: Columns,
     ) -> None:
         assert experience.prompt is not None
         prompt = experience.prompt
         detailed = MAX_DETAILED_TOKENS if self._recording.logprobs else 0
-        rollouts = describe_rollouts(
-            self._tokenizer, experience.columns, max_detailed_tokens=detailed
-        )
+        columns = {**experience.columns, **token_scores}
+        rollouts = describe_rollouts(self._tokenizer, columns, max_detailed_tokens=detailed)
         self._recorded.append(
             RecordedGroup(
                 step=0,  # known once the group is trained

@@ -14,6 +14,7 @@ from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, desc
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
+from streamrl.rewards.token_scores import PieceFunction, place_group_scores
 from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
@@ -38,8 +39,10 @@ class RewardComponent:
 
 def sum_weighted(
     components: Sequence[RewardComponent], results: ResultsByComponent, size: int
-) -> Array:
-    """Return the sum of weight * score of each of G = `size` completions; 0 if a gate fails.
+) -> tuple[Array, Array]:
+    """Return the sum of weight * score of each of G = `size` completions, 0 if a gate fails.
+
+    Also returns whether each passes all gates, bool [G].
 
     A component that abstains from a completion (returns None) is left out of its sum, as in TRL.
     Raises RewardError if every component with a weight or gate abstains from a completion.
@@ -61,7 +64,7 @@ def sum_weighted(
     if counted and not is_judged.all():
         index = int(np.argmin(is_judged))
         raise RewardError(f"completion {index} has no score: {', '.join(counted)} returned None")
-    return np.where(passes_gates, total, 0.0)
+    return np.where(passes_gates, total, 0.0), passes_gates
 
 
 START_TIMEOUT_S = 180.0
@@ -93,10 +96,17 @@ class GroupRewardResult:
 
     components: a result per completion, by component name.
     totals: combined scores, float64 [G].
+    passes_gates: bool [G].
     """
 
     components: ResultsByComponent
     totals: Array
+    passes_gates: Array
+
+    @property
+    def has_places(self) -> bool:
+        """True if a part of a score falls elsewhere than on the last token."""
+        return any(r.has_places for results in self.components.values() for r in results)
 
 
 class RewardSet:
@@ -195,11 +205,22 @@ class RewardSet:
             most=len(self._components),
         )
         components = dict(zip(self.component_names, scored, strict=True))
-        totals = self._combine_scores(prompt, components, len(completions))
+        totals, passes_gates = self._combine_scores(prompt, components, len(completions))
         for name, results in components.items():
             self._outcome_counts.update(result.outcome.value for result in results)
             add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
-        return GroupRewardResult(components, totals)
+        return GroupRewardResult(components, totals, passes_gates)
+
+    def place_scores(
+        self,
+        group_result: GroupRewardResult,
+        completions: Sequence[Completion],
+        measure_pieces: PieceFunction,
+    ) -> Array:
+        """Return the combined scores of a group by sampled token, as `place_group_scores` does."""
+        weights = {part.name: (part.weight, part.part) for part in self._components}
+        results, passes = group_result.components, group_result.passes_gates
+        return place_group_scores(results, weights, passes, completions, measure_pieces)
 
     async def _score_component(
         self, component: RewardComponent, prompt: Prompt, completions: Sequence[Completion]
@@ -219,13 +240,15 @@ class RewardSet:
         _validate_finite(scores, where)
         return results
 
-    def _combine_scores(self, prompt: Prompt, components: ResultsByComponent, size: int) -> Array:
+    def _combine_scores(
+        self, prompt: Prompt, components: ResultsByComponent, size: int
+    ) -> tuple[Array, Array]:
         where = f"combined {self._score_spec.noun}, {describe_prompt(prompt)}"
         try:
-            totals = sum_weighted(self._components, components, size)
+            totals, passes_gates = sum_weighted(self._components, components, size)
         except RewardError as error:
             raise type(error)(f"{where}: {error}") from error
-        return _validate_finite(totals, where)
+        return _validate_finite(totals, where), passes_gates
 
     def drain_counts(self) -> dict[str, float]:
         """Return the counts since the last call by metric name, and reset them.

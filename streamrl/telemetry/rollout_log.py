@@ -35,6 +35,8 @@ class RecordedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     text: decoded tokens, special tokens included.
     tokens: number of tokens; None if unknown.
     reward, outcome: of a sampled turn: the environment's reward, and the TurnOutcome, lower case.
+    scores: of a sampled turn: index of a token and what of the rollout's score falls on it; () if
+        all of the score falls on the rollout's last token.
     versions: of a sampled turn: policy version and number of consecutive tokens that it sampled.
     piece_lengths: characters of `text` per token; for the first tokens of a sampled turn.
     logprobs: logprob of each of these tokens when sampled; None if it is not finite.
@@ -45,6 +47,7 @@ class RecordedTurn(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int | None = None
     reward: float | None = None
     outcome: str | None = None
+    scores: tuple[tuple[int, float], ...] = ()
     versions: tuple[tuple[int, int], ...] = ()
     piece_lengths: tuple[int, ...] = ()
     logprobs: tuple[float | None, ...] = ()

@@ -1,6 +1,7 @@
 """Reward functions of users: signature styles, and the handler of workers."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -16,6 +17,10 @@ from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from streamrl.user_code.service_gate import Outage, is_outage
 
 CallArguments = dict[str, Any]
+CompletionDetails = Mapping[str, Sequence[Any] | None]
+"""Arguments by DETAIL_PARAMETERS, with an entry per completion; None where they are unknown."""
+DETAIL_PARAMETERS = ("completion_ids", "completion_turns")
+"""Parameters of functions of any signature: sampled token ids, and texts of the policy's turns."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +132,15 @@ class FunctionCallSpec:
     has_var_kwargs: bool
     kwargs: tuple[tuple[str, Any], ...]
 
-    def build_arguments(self, prompt: Prompt, completions: Sequence[str]) -> CallArguments:
+    def build_arguments(
+        self, prompt: Prompt, completions: Sequence[str], details: CompletionDetails
+    ) -> CallArguments:
         """Build the keyword arguments of a call. Raises RewardError if the row lacks a column."""
         (style,) = (style for style in SIGNATURE_STYLES if style.signature == self.style)
-        offered = {**style.build_arguments(prompt, completions), **dict(self.kwargs)}
+        own = {name: values for name, values in details.items() if values is not None}
+        if not style.is_per_group:
+            own = {name: values[0] for name, values in own.items()}
+        offered = {**style.build_arguments(prompt, completions), **own, **dict(self.kwargs)}
         missing = self.required - offered.keys()
         if missing:
             raise RewardError(
@@ -138,7 +148,9 @@ class FunctionCallSpec:
                 f"the row has {', '.join(sorted(offered))}"
             )
         if self.has_var_kwargs:
-            return offered
+            return {
+                name: x for name, x in offered.items() if name in self.parameters or name not in own
+            }
         return {name: value for name, value in offered.items() if name in self.parameters}
 
 
@@ -163,7 +175,7 @@ def _match_style(code: FileFunction, source: FunctionSource) -> SignatureStyle:
                 f"{source.key}.kwargs.{key}: {code.name} in {code.file} has no such parameter"
             )
     for style in SIGNATURE_STYLES:
-        others = code.required_names - kwargs.keys() - {*style.parameters}
+        others = code.required_names - kwargs.keys() - {*style.parameters, *DETAIL_PARAMETERS}
         fits = style.takes_columns or not others
         if fits and {*style.markers} <= code.keyword_names - kwargs.keys():
             return style
@@ -174,11 +186,13 @@ def _match_style(code: FileFunction, source: FunctionSource) -> SignatureStyle:
     )
 
 
-RewardRequest = tuple[Prompt, Sequence[str]]
+RewardRequest = tuple[Prompt, Sequence[str], CompletionDetails]
 RewardResponse = list[RewardResult] | FunctionCallSpec | Outage | str
 PASS_SCORE = 1.0
 """Lowest score that passes if the result has no `acc`."""
-RESULT_KEYS = ("score", "acc", "pred", "answer")
+PLACE_KEYS = ("turns", "tokens", "spans")
+"""Keys of a result dict for scores of turns, sampled tokens and spans of characters."""
+RESULT_KEYS = ("score", "acc", "pred", "answer", *PLACE_KEYS)
 """Reserved keys of a result dict; other keys with numbers become extra metrics."""
 MAX_METRICS_PER_RESULT = 50
 
@@ -244,9 +258,17 @@ class UserFunction:
         return Outage(self.call_spec.location, str(error), down_s=0.0)
 
     def _build_calls(self, request: RewardRequest) -> list[CallArguments]:
-        prompt, completions = request
-        groups = [completions] if self._style.is_per_group else [[text] for text in completions]
-        return [self.call_spec.build_arguments(prompt, group) for group in groups]
+        prompt, completions, details = request
+        if self._style.is_per_group:
+            return [self.call_spec.build_arguments(prompt, completions, details)]
+        return [
+            self.call_spec.build_arguments(
+                prompt,
+                [text],
+                {name: values and [values[i]] for name, values in details.items()},
+            )
+            for i, text in enumerate(completions)
+        ]
 
     def _call(self, arguments: CallArguments) -> Any:
         try:
@@ -268,7 +290,7 @@ class UserFunction:
         self, results: Sequence[Any], request: RewardRequest
     ) -> list[RewardResult] | str:
         """Convert returned values to results; return an error message for an invalid value."""
-        _, completions = request
+        _, completions, _ = request
         try:
             if self._style.is_per_group:
                 results = self._split_results(results[0], len(completions))
@@ -292,12 +314,17 @@ class UserFunction:
     def _parse_result(self, result: Any, index: int) -> RewardResult:
         """Convert the value returned for completion `index`: a number, or a dict with "score".
 
-        Optional keys: `acc` is the pass flag, `pred` or `answer` the extracted answer.
+        Optional keys: `acc` is the pass flag, `pred` or `answer` the extracted answer. `turns`,
+        `tokens` and `spans` place a part of the score; without "score" they are all of it.
         """
         if result is None and self._style.takes_columns:
             return RewardResult.make_not_judged()
         fields: Mapping[str, Any] = result if isinstance(result, dict) else {"score": result}
-        score = to_finite_float(fields.get("score"))
+        places = {
+            key: self._parse_places(fields[key], key, index) for key in PLACE_KEYS if key in fields
+        }
+        placed = math.fsum(x[-1] for scores in places.values() for x in scores)
+        score = to_finite_float(fields.get("score", placed if places else None))
         if score is None:
             problem = f" for completion {index}, not a finite number"
             raise self._make_result_error(result, problem)
@@ -312,7 +339,28 @@ class UserFunction:
             # join() makes a plain str: the pool does not unpickle str subclasses of the user.
             answer=None if answer is None else "".join([str(answer), ""]),
             extra_metrics=_collect_extra_metrics(fields),
+            turn_scores=tuple(x for (x,) in places.get("turns", ())),
+            token_scores=tuple(x for (x,) in places.get("tokens", ())),
+            span_scores=tuple(
+                (int(start), int(end), x) for start, end, x in places.get("spans", ())
+            ),
         )
+
+    def _parse_places(self, scores: Any, key: str, index: int) -> list[tuple[float, ...]]:
+        """Return the entries of a place key as tuples that end with the score."""
+        size = 3 if key == "spans" else 1
+        if hasattr(scores, "tolist"):
+            scores = scores.tolist()
+        rows = (
+            [x if size > 1 else [x] for x in scores] if isinstance(scores, list | tuple) else [[]]
+        )
+        parsed = [tuple(map(to_finite_float, x)) for x in rows if isinstance(x, list | tuple)]
+        entries = [tuple(x for x in row if x is not None) for row in parsed]
+        if len(entries) < len(rows) or any(len(entry) != size for entry in entries):
+            wanted = "numbers" if size == 1 else "(start, end, score)"
+            problem = f" for completion {index}: {key} must be a list of {wanted}"
+            raise self._make_result_error(scores, problem)
+        return entries
 
 
 def _collect_extra_metrics(fields: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:

@@ -32,6 +32,10 @@ class RewardResult:
         None if the completion has no answer or the reward extracts none.
     detail: explanation for people, such as the last line of a traceback.
     extra_metrics: further numbers by name.
+    turn_scores: parts of the score, one per turn of the policy; () for none.
+    token_scores: the same per sampled token of the text that was scored.
+    span_scores: parts of the score as (start, end, score), offsets of characters in that text. The
+        rest of the score falls on the last token.
     """
 
     score: float
@@ -39,6 +43,9 @@ class RewardResult:
     answer: str | None = None
     detail: str = ""
     extra_metrics: tuple[tuple[str, float], ...] = ()
+    turn_scores: tuple[float, ...] = ()
+    token_scores: tuple[float, ...] = ()
+    span_scores: tuple[tuple[int, int, float], ...] = ()
 
     @classmethod
     def make_not_judged(cls) -> "RewardResult":
@@ -48,6 +55,11 @@ class RewardResult:
     @property
     def is_not_judged(self) -> bool:
         return self.outcome is RewardOutcome.NOT_JUDGED
+
+    @property
+    def has_places(self) -> bool:
+        """True if a part of the score falls elsewhere than on the last token."""
+        return bool(self.turn_scores or self.token_scores or self.span_scores)
 
     @classmethod
     def from_correctness(

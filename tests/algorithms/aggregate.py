@@ -16,6 +16,7 @@ def aggregate_loss(
     num_sequences: int | None = None,
     max_length: int = 0,
     group_ids: Tensor | None = None,
+    turn_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return a single loss: `aggregate_loss_sum` divided by `compute_loss_denominator`.
 
@@ -38,7 +39,10 @@ def aggregate_loss(
         num_tokens=num_tokens,
         num_sequences=num_sequences,
         num_groups=num_groups,
+        num_turns=0.0 if turn_tokens is None else (loss_mask / turn_tokens).sum().item(),
         max_length=max_length,
     )
-    summed = aggregate_loss_sum(token_loss, loss_mask, mode=mode, group_tokens=group_tokens)
+    summed = aggregate_loss_sum(
+        token_loss, loss_mask, mode=mode, group_tokens=group_tokens, turn_tokens=turn_tokens
+    )
     return summed / (divisor or 1.0)

@@ -83,6 +83,12 @@ def make_step(
         return torch.where(mask, -1.5 + normal(*mask.shape, scale=scale), 0.0)
 
     generator = per_token(0.5)
+    starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    turns = torch.where(mask, starts.cumsum(-1), 0)
+    # Some scores are 0.
+    scores = normal(num_rows) * (torch.arange(num_rows) % 4 != 0)
+    is_last = torch.arange(width) == lengths[:, None] - 1
+    is_first = starts & (starts.cumsum(-1) == 1)
     cut_off = torch.where(lengths == lengths.max(), FinishReason.LENGTH.value, 0)
     columns = {
         "lengths": lengths,
@@ -94,8 +100,10 @@ def make_step(
         "cost_values": per_token(1.0),
         "costs": normal(num_rows),
         "baseline_scores": normal(len(sizes))[group_ids],
-        # Some scores are 0.
-        "scores": normal(num_rows) * (torch.arange(num_rows) % 4 != 0),
+        "scores": scores,
+        "token_scores": scores[:, None] * (0.25 * is_first + 0.75 * is_last),
+        "turn_ends": turns,
+        "turn_states": turns % 3,
         **{f"reward/{name}": normal(num_rows) for name in WEIGHTS},
     }
     logprobs = torch.where(mask, generator + normal(*mask.shape, scale=0.3), 0.0)

@@ -327,19 +327,19 @@ def test_an_episode_past_its_time_is_masked_apart_from_truncated_ones():
     codes = torch.tensor([reason.value for reason in reasons], dtype=torch.int8)
     step.columns = {**step.columns, "finish_reason": codes}
 
-    def list_trained(*, mask_truncated, mask_timeouts):
+    def list_trained(*, mask_truncated, has_episodes):
         settings = replace(
             make_settings(AlgorithmConfig(mask_truncated=mask_truncated)),
-            mask_timeouts=mask_timeouts,
+            has_episodes=has_episodes,
         )
         spec = AlgorithmConfig().spec
         derived = derive_group_columns(spec, settings, step.columns, step.group_ids)
         return derived["loss_mask"].any(-1).tolist()
 
-    assert list_trained(mask_truncated=False, mask_timeouts=False) == [True] * 4
-    assert list_trained(mask_truncated=False, mask_timeouts=True) == [True, True, True, False]
-    assert list_trained(mask_truncated=True, mask_timeouts=False) == [True, False, False, True]
-    assert list_trained(mask_truncated=True, mask_timeouts=True) == [True, False, False, False]
+    assert list_trained(mask_truncated=False, has_episodes=False) == [True] * 4
+    assert list_trained(mask_truncated=False, has_episodes=True) == [True, True, True, False]
+    assert list_trained(mask_truncated=True, has_episodes=False) == [True, False, False, True]
+    assert list_trained(mask_truncated=True, has_episodes=True) == [True, False, False, False]
 
 
 def test_kl_in_reward_shifts_scores_and_token_rewards():

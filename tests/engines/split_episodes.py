@@ -10,7 +10,7 @@ from streamrl.messages import Array, Columns, FinishReason
 WEIGHTS = {"right": 1.0, "short": 0.5}
 MAX_SAMPLED = 12
 """Most sampled tokens of an episode."""
-_TOKEN_VALUES = ("generator_logprobs", "ref_logprobs", "values", "cost_values")
+_TOKEN_VALUES = ("token_scores", "generator_logprobs", "ref_logprobs", "values", "cost_values")
 _REASONS = (FinishReason.STOP, FinishReason.TURNS, FinishReason.TIMEOUT)
 
 
@@ -18,7 +18,8 @@ _REASONS = (FinishReason.STOP, FinishReason.TURNS, FinishReason.TIMEOUT)
 class RandomEpisode:
     """Sampled tokens by turn, with what the stages compute for each token, and scores.
 
-    turns: for each turn, the values of its N sampled tokens by column, [N] each.
+    turns: for each turn, the values of its N sampled tokens by column, [N] each; `turn_states` is
+        the number of the turn's state.
     scores: values of the columns with an entry per rollout.
     """
 
@@ -32,7 +33,9 @@ def make_episode(rng: np.random.Generator) -> RandomEpisode:
         count = int(rng.integers(1, MAX_SAMPLED // 4 + 1))
         values = {name: rng.normal(-1.5, 0.5, count) for name in _TOKEN_VALUES}
         trained = values["generator_logprobs"] + rng.normal(0, 0.3, count)
-        turns.append({**values, "logprobs": trained, "entropy": rng.normal(2, 0.1, count)})
+        state = rng.integers(3)
+        entropy = rng.normal(2, 0.1, count)
+        turns.append({**values, "logprobs": trained, "entropy": entropy, "turn_states": state})
     names = ("scores", "costs", "baseline_scores", *(f"reward/{name}" for name in WEIGHTS))
     # Some scores are 0.
     scores = {name: float(rng.normal() * (rng.random() < 0.8)) for name in names}
@@ -62,7 +65,7 @@ def _make_columns(
     names = (*_TOKEN_VALUES, "logprobs", "entropy")
     tokens: dict[str, list[Array]] = {name: [] for name in names}
     masks: list[Array] = []
-    lengths = []
+    lengths, ends = [], []
     for _, turns in rows:
         length = 0
         for turn in turns:
@@ -71,6 +74,7 @@ def _make_columns(
             for name in names:
                 tokens[name] += [np.zeros(gap), turn[name]]
             length += gap + count
+            ends.append(length)
         lengths.append(length)
     mask = np.concatenate(masks)
     owners = [group[number] for number, _ in rows]
@@ -86,6 +90,9 @@ def _make_columns(
         "loss_mask": mask,
         "policy_version": np.where(mask, 0, -1).astype(np.int32),
         "lengths": np.array(lengths, np.int32),
+        "num_turns": np.array([len(turns) for _, turns in rows], np.int32),
+        "turn_ends": np.array(ends, np.int32),
+        "turn_states": np.array([turn["turn_states"] for _, turns in rows for turn in turns]),
     }
     if is_split:
         columns["episode"] = np.array([number for number, _ in rows], np.int32)

@@ -142,6 +142,7 @@ def compute_divisor(groups: dict[str, Columns]) -> float:
         SETTINGS.loss_aggregation,
         num_tokens=sum(int(columns["loss_mask"].sum()) for columns in groups.values()),
         num_sequences=sum(len(columns["lengths"]) for columns in groups.values()),
+        num_turns=0,
         num_groups=len(groups),
         max_length=SETTINGS.max_length,
     )

@@ -27,7 +27,7 @@ def make_episode(encode: Encode, *samples: Sequence[Segment], score: float = 0.0
         if kind in roles
     ]
     outcomes = [TurnOutcome.CALLED] * count
-    return Episode(messages, [TURN_REWARD] * count, outcomes, [], score, made)
+    return Episode(messages, [TURN_REWARD] * count, outcomes, [], score, made, [0] * count)
 
 
 def _make_sample(encode: Encode, segments: Sequence[Segment]) -> EpisodeSample:

@@ -3,7 +3,8 @@
 Shapes: B rollouts, T positions. Scores are [B]. Per-token tensors are [B, T], with `loss_mask` bool
 true where the policy sampled. Values outside the mask, NaN included, have no effect, and results
 are 0 there. A group consists of the rows with equal integers in `group_ids` [B], in any order.
-Statistics use float64; results have the dtype of the input.
+Statistics use float64; results have the dtype of the input. Time passes by tokens, or by turns:
+`TurnSteps` sums [B, T] to [B, K], one entry per turn, and spreads results over the tokens of turns.
 """
 
 import torch
@@ -203,6 +204,87 @@ def reward_to_go(token_rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> T
         next_return = torch.where(is_counted, rewards[:, t] + gamma * next_return, next_return)
         returns[:, t] = apply_mask(next_return, is_counted)
     return returns.to(_get_result_dtype(token_rewards))
+
+
+class TurnSteps:
+    """The turns of each rollout as steps of time: K is the largest number of turns.
+
+    `turn_ids` [B, T]: on the tokens that the policy sampled a positive number, equal within a turn
+    and larger in each later turn; 0 on all other tokens. `mask` bool [B, K]: turns that exist.
+    """
+
+    def __init__(self, turn_ids: Tensor) -> None:
+        self._is_sampled = turn_ids > 0
+        last_ids = turn_ids.cummax(-1).values
+        self._is_first = last_ids > torch.nn.functional.pad(last_ids[:, :-1], (1, 0))
+        self._index = (self._is_first.cumsum(-1) - 1).clamp(min=0)
+        counts = self._is_first.sum(-1, keepdim=True)
+        self.mask = torch.arange(int(counts.max()), device=turn_ids.device) < counts
+
+    def sum_tokens(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` [B, T] over the sampled tokens of each turn: [B, K]."""
+        # Sums of integers, such as a single state of 64 bits, must stay exact.
+        exact = values.double() if values.is_floating_point() else values
+        sums = exact.new_zeros(self.mask.shape)
+        return sums.scatter_add(1, self._index, exact.where(self._is_sampled, 0)).to(values.dtype)
+
+    def select_first(self, values: Tensor) -> Tensor:
+        """Return `values` [B, T] at the first sampled token of each turn: [B, K]."""
+        return self.sum_tokens(values.where(self._is_first, 0))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return `values` [B, K] on the sampled tokens of each turn, 0 elsewhere: [B, T]."""
+        return values.gather(1, self._index).where(self._is_sampled, 0)
+
+
+def turn_relative_advantages(
+    turn_rewards: Tensor, group_ids: Tensor, *, gamma: float, scale: str = "none"
+) -> Tensor:
+    """Return the return from each turn on minus the group's mean return from that turn on: [B, K].
+
+    `turn_rewards` [B, K] are 0 after the end of an episode, and an episode that has ended counts
+    with a return of 0. So the baseline of a turn is the same whether or not an episode reaches it.
+    A mean over the episodes that still run is not offered: which of them run depends on the actions
+    before, and the sum of rewards normalized in this way rewards or punishes each further turn.
+    `scale` as in `group_relative_advantages`. Source: Shao et al. 2024 (DeepSeekMath), section
+    4.1.3, with returns in place of normalized rewards.
+    """
+    returns = reward_to_go(
+        turn_rewards, torch.ones_like(turn_rewards, dtype=torch.bool), gamma=gamma
+    )
+    num_turns = returns.shape[1]
+    _, group_index = torch.unique(group_ids, return_inverse=True)
+    ids = group_index[:, None] * num_turns + torch.arange(num_turns, device=group_index.device)
+    advantages = group_relative_advantages(returns.flatten(), ids.flatten(), scale=scale)
+    return advantages.view_as(returns)
+
+
+def anchor_advantages(
+    turn_rewards: Tensor,
+    turn_states: Tensor,
+    group_ids: Tensor,
+    *,
+    gamma: float,
+    scale: str = "none",
+) -> Tensor:
+    """Return the return from each turn on minus the mean return of its anchor group: [B, K].
+
+    An anchor group consists of the turns of a prompt's episodes with equal states of the
+    environment, `turn_states` [B, K] int64; state 0, no state, is in none. A turn alone in its
+    group gets 0. `turn_rewards` [B, K] are 0 after the end of an episode. `scale` as in
+    `group_relative_advantages`. Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978), equations 6 to
+    8.
+    """
+    returns = reward_to_go(
+        turn_rewards, torch.ones_like(turn_rewards, dtype=torch.bool), gamma=gamma
+    )
+    advantages, has_state = torch.zeros_like(returns), turn_states != 0
+    if has_state.any():
+        groups = group_ids[:, None].expand_as(turn_states)
+        keys = torch.stack([groups[has_state].long(), turn_states[has_state]])
+        _, anchors = torch.unique(keys, dim=1, return_inverse=True)
+        advantages[has_state] = group_relative_advantages(returns[has_state], anchors, scale=scale)
+    return advantages
 
 
 def lagrangian_advantages(

@@ -289,17 +289,26 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 
 
 def aggregate_loss_sum(
-    token_loss: Tensor, loss_mask: Tensor, *, mode: str, group_tokens: Tensor
+    token_loss: Tensor,
+    loss_mask: Tensor,
+    *,
+    mode: str,
+    group_tokens: Tensor,
+    turn_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return a batch's contribution to the sum that `compute_loss_denominator` divides: scalar.
 
     `token_loss` is [B, T] or broadcastable to [B, T]. seq-mean-token-mean first divides every row
     by its number of tokens, prompt-mean by `group_tokens` [B], the number of tokens of its whole
-    group; the other modes sum over tokens.
+    group, turn-mean each token by `turn_tokens` [B, T], the number of tokens of its turn; the other
+    modes sum over tokens.
     """
     kept = apply_mask(token_loss, loss_mask)
     if mode == "seq-mean-token-mean":
         return (kept.sum(-1) / loss_mask.sum(-1).clamp(min=1)).sum()
+    if mode == "turn-mean":
+        assert turn_tokens is not None
+        return (kept / turn_tokens.clamp(min=1)).sum()
     if mode == "prompt-mean":
         return (kept.sum(-1) / group_tokens.clamp(min=1)).sum()
     return kept.sum()

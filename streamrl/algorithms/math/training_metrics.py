@@ -25,17 +25,19 @@ def compute_loss_denominator(
     num_tokens: float,
     num_sequences: float,
     num_groups: float,
+    num_turns: float,
     max_length: int,
 ) -> float:
     """Return the divisor of the sum of `aggregate_loss_sum` over a whole update.
 
-    Counts are over all micro-batches and ranks of the update: counted tokens, and rollouts and
-    groups with counted tokens. `max_length`, the longest possible completion, divides with
+    Counts are over all micro-batches and ranks of the update: counted tokens, and rollouts, turns
+    and groups with counted tokens. `max_length`, the longest possible completion, divides with
     seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO); a constant, because the padded width would
     make the loss depend on the micro-batches. Raises KeyError on an unknown mode.
     """
     denominators = {
         "token-mean": num_tokens,
+        "turn-mean": num_turns,
         "prompt-mean": num_groups,
         "seq-mean-token-sum": num_sequences,
         "seq-mean-token-mean": num_sequences,

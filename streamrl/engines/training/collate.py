@@ -14,6 +14,9 @@ from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.messages import (
     COLUMN_SPECS,
     EPISODE_COLUMN,
+    OPTIONAL_COLUMNS,
+    TOKEN_SCORES,
+    TURN_COLUMN,
     Array,
     ColumnAxis,
     Columns,
@@ -24,7 +27,11 @@ from streamrl.messages import (
     sum_over_samples,
 )
 
-TOKEN_COLUMNS = tuple(n for n, spec in COLUMN_SPECS.items() if spec.axis is ColumnAxis.TOKEN)
+TOKEN_COLUMNS = tuple(
+    name
+    for name, spec in COLUMN_SPECS.items()
+    if spec.axis is ColumnAxis.TOKEN and name not in OPTIONAL_COLUMNS
+)
 """Columns of a group that a loss may read per token; a batch omits columns that the group lacks."""
 
 
@@ -42,10 +49,14 @@ def derive_columns(
     """
     if not groups:
         return {}
-    names = list_derivation_columns(spec, settings)
+    names = list(list_derivation_columns(spec, settings))
+    if spec.reads_token_scores:
+        groups = _complete_token_scores(groups)
+        if TOKEN_SCORES not in next(iter(groups.values())):
+            names.remove(TOKEN_SCORES)
     samples = {uid: count_samples(columns) for uid, columns in groups.items()}
     episodes = [
-        join_samples({name: columns[name] for name in names}, samples[uid])
+        join_samples(_spread_turns({name: columns[name] for name in names}), samples[uid])
         for uid, columns in groups.items()
     ]
     sizes = [*map(len, samples.values())]
@@ -54,7 +65,7 @@ def derive_columns(
     padded: dict[str, Tensor] = {}
     for name in names:
         column = np.concatenate([columns[name] for columns in episodes])
-        if get_column_spec(name).axis is ColumnAxis.TOKEN:
+        if get_column_spec(name).axis in (ColumnAxis.TOKEN, ColumnAxis.TURN):
             column = _pad_rows(split_token_column(column, lengths))
         padded[name] = torch.from_numpy(column)
     if rejected:
@@ -70,6 +81,47 @@ def derive_columns(
         }
         for uid, rows in zip(groups, episode_slices, strict=True)
     }
+
+
+def _complete_token_scores(groups: Mapping[str, Columns]) -> Mapping[str, Columns]:
+    """Return the groups all with token scores, or as they are if none has any."""
+    if all(TOKEN_SCORES not in columns for columns in groups.values()):
+        return groups
+    return {
+        uid: {TOKEN_SCORES: _place_on_last_tokens(columns), **columns}
+        for uid, columns in groups.items()
+    }
+
+
+def _place_on_last_tokens(columns: Columns) -> Array:
+    """Return the scores of a group on the last sampled token of each episode, by token."""
+    token_scores = np.zeros(len(columns["loss_mask"]), np.float32)
+    samples = count_samples(columns)
+    ends = np.cumsum(sum_over_samples(columns["lengths"], samples))
+    sampled = np.flatnonzero(columns["loss_mask"])
+    last = sampled[np.searchsorted(sampled, ends) - 1]
+    token_scores[last] = columns["scores"][find_first_samples(samples)]
+    return token_scores
+
+
+def _spread_turns(columns: Columns) -> Columns:
+    """Return the columns of a group with an entry per token in place of one per turn.
+
+    A sampled token has the entry of its turn, and other tokens have 0. The token's `turn_ends` are
+    offsets in the group, and so grow from turn to turn over all samples of an episode.
+    """
+    if TURN_COLUMN not in columns:
+        return columns
+    lengths, mask = columns["lengths"], columns["loss_mask"]
+    starts = np.cumsum(lengths) - lengths
+    ends = columns[TURN_COLUMN] + np.repeat(starts, columns["num_turns"]).astype(np.int64)
+    turns = np.searchsorted(ends, np.flatnonzero(mask), side="right")
+    spread = dict(columns)
+    for name, column in {**columns, TURN_COLUMN: ends}.items():
+        if get_column_spec(name).axis is ColumnAxis.TURN:
+            spread[name] = np.zeros(len(mask), column.dtype)
+            spread[name][mask] = column[turns]
+    return spread
 
 
 def join_samples(columns: Columns, samples: Array) -> Columns:

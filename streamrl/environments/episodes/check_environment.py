@@ -329,20 +329,26 @@ def _read_keywords(call: Any) -> dict[str, Any]:
 
 
 def check_environments(
-    config: EnvironmentConfig, data: DataConfig, prompts: Sequence[Prompt], *, model_path: str
+    config: EnvironmentConfig,
+    data: DataConfig,
+    prompts: Sequence[Prompt],
+    *,
+    model_path: str,
+    state_reader: str = "",
 ) -> list[str]:
     """Check environments and template, and reset an episode of each prompt; return notes.
 
-    Raises ConfigError for a class, template or call format that cannot be used, an environment that
-    fails at its reset `attempts` times, and a prompt that leaves no room for a turn.
+    `state_reader`: name of the algorithm if it compares states. Raises ConfigError for a class,
+    template or call format that cannot be used, an environment that fails at its reset `attempts`
+    times or does not name its states to a reader, and a prompt that leaves no room for a turn.
     """
     renderer = load_turn_renderer(data, model_path)
     notes = list_template_notes(renderer, config.max_samples)
-    return [*notes, *asyncio.run(_check_classes(config, renderer, prompts))]
+    return [*notes, *asyncio.run(_check_classes(config, renderer, prompts, state_reader))]
 
 
 async def _check_classes(
-    config: EnvironmentConfig, renderer: TurnRenderer, prompts: Sequence[Prompt]
+    config: EnvironmentConfig, renderer: TurnRenderer, prompts: Sequence[Prompt], state_reader: str
 ) -> list[str]:
     """Check each environment with the prompts that name it."""
     notes: list[str] = []
@@ -350,6 +356,11 @@ async def _check_classes(
     for name in config.specs:
         own_prompts = [prompt for prompt in prompts if prompt.environment == name]
         description = await check_class(config.select(name), renderer, own_prompts)
+        if state_reader and not description.has_state:
+            raise ConfigError(
+                f"algorithm.name={state_reader}: compares turns in equal states, and"
+                f" {description.place} has no state_key(), which returns a text or an int"
+            )
         notes.append(description.note)
         if not own_prompts:
             notes.append(f"{get_environment_section(name)}: no row that was checked names it")

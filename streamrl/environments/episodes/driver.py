@@ -108,11 +108,12 @@ class Episode:
     """Episode as it is filled turn by turn.
 
     messages: the whole conversation, the row's messages included.
-    turn_rewards, turn_outcomes: one entry per turn.
+    turn_rewards, turn_outcomes, turn_states: one entry per turn.
     call_outcomes: one entry per tool call.
     score: the environment's score, at the end.
     samples: at the end at least one, in the order of their turns; all have the episode's finish
         reason.
+    state: number of the environment's state before the next turn; 0: unknown.
     """
 
     messages: list[Message]
@@ -121,9 +122,13 @@ class Episode:
     call_outcomes: list[CallOutcome] = field(default_factory=list)
     score: float = 0.0
     samples: Sequence[EpisodeSample] = ()
+    turn_states: list[int] = field(default_factory=list)
+    state: int = 0
 
     def add_turn(self, result: EnvironmentStep) -> None:
         """Add what the environment gave for a turn; its outcome is the worst of its calls."""
+        self.turn_states.append(self.state)
+        self.state = result.state
         outcomes = [_TURN_OUTCOMES[outcome] for outcome in result.outcomes]
         self.turn_rewards.append(result.reward)
         self.turn_outcomes.append(max(outcomes, default=TurnOutcome.SPOKE))
@@ -153,6 +158,7 @@ def episodes_to_columns(
     samples = [sample for episode in episodes for sample in episode.samples]
     turns = [end for sample in samples for end in sample.turn_ends]
     rewards = [reward for episode in episodes for reward in episode.turn_rewards]
+    states = [state for episode in episodes for state in episode.turn_states]
     outcomes = [outcome for episode in episodes for outcome in episode.turn_outcomes]
     calls = np.array([len(episode.call_outcomes) for episode in episodes], np.int32)
     invalid = np.array([episode.num_invalid_calls for episode in episodes], np.int32)
@@ -162,6 +168,7 @@ def episodes_to_columns(
         "num_turns": np.array([len(sample.turn_ends) for sample in samples], np.int32),
         "turn_ends": np.array(turns, np.int32),
         "turn_rewards": np.array(rewards, np.float32),
+        "turn_states": np.array(states, np.int64),
         "turn_outcomes": np.array(outcomes, np.int8),
         "num_calls": np.repeat(calls, counts),
         "num_invalid_calls": np.repeat(invalid, counts),
@@ -690,7 +697,7 @@ class EpisodeDriver:
             messages, prompt_ids = render_start(self._renderer, request.prompt, start)
         row, _ = open_conversation(request.prompt.messages, start.messages)
         tokens = EpisodeTokens(prompt_ids)
-        episode = Episode(messages)
+        episode = Episode(messages, state=start.state)
         state = EpisodeState(request, session, episode, start.tools, tokens, len(row), age_s, age_s)
         if self._count_free_tokens(state) < 1:
             raise EpisodeError(no_room)

@@ -9,7 +9,8 @@ Classes of users have one of two shapes:
 class Guess:                        turns: the class has `step`
     def reset(self, row, seed): ...
     def step(self, reply): ...
-    def score(self, episode): ...   optional, as are reset, close, and for tests
+    def score(self, episode): ...   optional, as are reset, close, and
+    def state_key(self): ...        text or int, equal in equal states, and for tests
     def oracle(self, row, messages): ...
 
 class Calculator:                   tools: its other public methods
@@ -76,7 +77,7 @@ from streamrl.environments.tool_sources.python_tools import (
 from streamrl.errors import ConfigError, EpisodeError, EpisodeOutageError, ServiceOutageError
 from streamrl.files.bounded_read import MIB
 from streamrl.files.python_module import FileFunction, load_referenced_class, make_file_function
-from streamrl.messages import Prompt
+from streamrl.messages import Prompt, derive_seed
 from streamrl.user_code.checks import format_returned, to_finite_float
 from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.pool.background_tasks import BackgroundTasks
@@ -89,6 +90,7 @@ POSITIONAL_ARGUMENTS = {
     "step": ("reply",),
     "score": ("episode",),
     "oracle": ("row", "messages"),
+    "state_key": (),
     "close": (),
 }
 """Positional arguments of the other methods that are not tools."""
@@ -100,8 +102,8 @@ class UserClass:
     """Environment class of a user, or that of OpenEnv.
 
     options: keyword arguments of the constructor.
-    methods: `reset`, `step`, `score`, `oracle`, `close` and tools by name, as far as the class has
-        them, and the constructor.
+    methods: `reset`, `step`, `score`, `oracle`, `state_key`, `close` and tools by name, as far as
+        the class has them, and the constructor.
     reset_arguments: names of the arguments that `reset` takes.
     """
 
@@ -160,6 +162,7 @@ def load_user_class(spec: EnvironmentSpec, *, section: str = SECTION) -> UserCla
         tools=tuple(make_tool_schema(methods[name].function) for name in tools),
         has_score="score" in methods,
         has_oracle="oracle" in methods,
+        has_state="state_key" in methods,
     )
     return UserClass(
         class_object,
@@ -369,8 +372,18 @@ class UserEnvironment:
             if "reset" in self._class.methods:
                 arguments = {name: offered[name] for name in self._class.reset_arguments}
                 observation = await self.call("reset", **arguments)
+            state = await self.read_state()
         messages = () if observation is None else self.to_messages("reset", observation)
-        return ResetResult(messages, self.description.tools)
+        return ResetResult(messages, self.description.tools, state)
+
+    async def read_state(self) -> int:
+        """Return a number above 0 for the state that `state_key` names; 0 without `state_key`."""
+        if not self.description.has_state:
+            return 0
+        key = await self.call("state_key")
+        if not isinstance(key, str | int):
+            raise self.make_result_error("state_key", key, "a text or an int")
+        return derive_seed(str(key), digest_size=8) or 1
 
     async def score(self, episode: EpisodeSummary) -> float:
         if not self.description.has_score:
@@ -448,11 +461,13 @@ class TurnEnvironment(UserEnvironment):
     async def step(self, reply: Reply) -> EnvironmentStep:
         async with asyncio.timeout(self._settings.turn_timeout_s):
             turn = await self.call("step", reply)
-        if not isinstance(turn, Turn):
-            raise self.make_result_error("step", turn, "a Turn")
-        reward, done = self.to_float("step", turn.reward), bool(turn.done)
+            if not isinstance(turn, Turn):
+                raise self.make_result_error("step", turn, "a Turn")
+            done = bool(turn.done)
+            state = 0 if done else await self.read_state()
+        reward = self.to_float("step", turn.reward)
         messages = () if done else self.to_messages("step", turn.observation)
-        return EnvironmentStep(messages, reward, done)
+        return EnvironmentStep(messages, reward, done, state=state)
 
 
 def _are_messages(observation: Any) -> bool:
@@ -566,7 +581,7 @@ class ToolEnvironment(UserEnvironment):
         deadline = asyncio.get_running_loop().time() + self._settings.turn_timeout_s
         start = await super().reset(prompt, seed)
         await self._sources.open(deadline, self._tools)
-        return ResetResult(start.messages, await self._sources.list_tools(deadline))
+        return replace(start, tools=await self._sources.list_tools(deadline))
 
     async def step(self, reply: Reply) -> EnvironmentStep:
         if not reply.calls:
@@ -580,11 +595,14 @@ class ToolEnvironment(UserEnvironment):
             for i, (call, text) in enumerate(zip(reply.calls, texts, strict=True))
         ]
         is_malformed = self._num_malformed >= self._settings.max_malformed
+        async with asyncio.timeout(self._settings.turn_timeout_s):
+            state = await self.read_state()
         return EnvironmentStep(
             messages,
             reward=self.to_float("call_tool", sum(answer.reward for answer in answers)),
             done=is_malformed or any(answer.done for answer in answers),
             outcomes=[answer.outcome for answer in answers],
+            state=state,
         )
 
     async def _run_calls(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:

@@ -26,6 +26,7 @@ class EnvironmentDescription:
     tools: schemas of the tools, those of environment.tools included; () for turns.
     has_score: the class has `score`; otherwise the score is the sum of the turns' rewards, which
         for tools is 0.
+    has_state: the class has `state_key`, which names the state before a turn.
     has_oracle: the class has `oracle`, a policy that solves it, for `streamrl play --check`.
     serves_tools: the tools are those of a server of OpenEnv, which rewards calls.
     """
@@ -36,6 +37,7 @@ class EnvironmentDescription:
     tools: Sequence[ToolSchema] = ()
     has_score: bool = False
     has_oracle: bool = False
+    has_state: bool = False
     serves_tools: bool = False
 
     @property

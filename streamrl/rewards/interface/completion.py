@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,10 +34,12 @@ COMPLETION_PARTS = (LAST_TURN, SAMPLED, CONVERSATION)
 class Completion:
     """Text of a rollout after its prompt.
 
-    turns: what the policy sampled, by turn.
+    turns: what the policy sampled, by turn. turn_ids: the same as token ids, int32 [tokens] each;
+        () for a text alone.
     conversation: everything from the first sampled token on, observations and scaffold included.
         Of an episode of several samples, without what later samples repeat.
     environment_score: score of the rollout's environment; None without an environment.
+        turn_rewards: its rewards by turn.
     messages: the whole conversation as chat messages, the prompt's included; () without an
         environment.
     """
@@ -46,11 +48,18 @@ class Completion:
     conversation: str
     environment_score: float | None = None
     messages: Conversation = ()
+    turn_ids: tuple[Array, ...] = field(default=(), compare=False)
+    turn_rewards: tuple[float, ...] = ()
 
     @classmethod
-    def from_text(cls, text: str) -> "Completion":
+    def from_text(cls, text: str, token_ids: Array | None = None) -> "Completion":
         """Wrap the text of a rollout of a single turn."""
-        return cls((text,), text)
+        return cls((text,), text, turn_ids=() if token_ids is None else (token_ids,))
+
+    def get_part_ids(self, part: str) -> list[int] | None:
+        """Return the sampled tokens of a part; None for a text alone."""
+        turns = self.turn_ids[-1:] if part == LAST_TURN else self.turn_ids
+        return [int(token) for ids in turns for token in ids] if turns else None
 
     def get_part(self, part: str) -> str:
         """Return the text of a part, one of COMPLETION_PARTS; turns are joined by newlines."""
@@ -103,7 +112,15 @@ def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> l
     """
     if "turn_ends" not in columns:
         texts = decode_completions(tokenizer, extract_completions(columns))
-        return [Completion.from_text(text) for text in texts]
+        sampled_ids = [
+            ids[mask]
+            for ids, mask in zip(
+                split_token_column(columns["token_ids"], columns["lengths"]),
+                split_token_column(columns["loss_mask"], columns["lengths"]),
+                strict=True,
+            )
+        ]
+        return [*map(Completion.from_text, texts, sampled_ids)]
     samples = count_samples(columns)
     conversations = decode_completions(tokenizer, _extract_conversations(columns, samples))
     starts = np.cumsum(columns["lengths"]) - columns["lengths"]
@@ -113,11 +130,22 @@ def decode_rollouts(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> l
         sampled = slice(max(start, previous), end)
         turn_ids.append(columns["token_ids"][sampled][columns["loss_mask"][sampled]])
         previous = end
-    turns = iter(decode_completions(tokenizer, turn_ids))
+    turns = decode_completions(tokenizer, turn_ids)
+    rewards = columns["turn_rewards"].tolist()
+    counts = sum_over_samples(columns["num_turns"], samples)
+    ends = np.cumsum(counts).tolist()
     return [
-        Completion(tuple(next(turns) for _ in range(count)), conversation, float(score), messages)
-        for count, conversation, score, messages in zip(
-            sum_over_samples(columns["num_turns"], samples),
+        Completion(
+            tuple(turns[end - count : end]),
+            conversation,
+            float(score),
+            messages,
+            tuple(turn_ids[end - count : end]),
+            tuple(rewards[end - count : end]),
+        )
+        for end, count, conversation, score, messages in zip(
+            ends,
+            counts.tolist(),
             conversations,
             columns["environment_scores"][find_first_samples(samples)],
             decode_conversations(columns["conversations"]),

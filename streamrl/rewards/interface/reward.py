@@ -177,8 +177,9 @@ class WorkerReward(Reward):
     """Reward computed in worker processes that can be killed.
 
     target: "module:function"; a worker calls this function with `payload` to get its handler. The
-        handler maps (prompt, completions) to a list of results, to a string: the error message of
-        an invalid result, which is not retried; or to the Outage of a service, which is waited for.
+        handler maps a request, by default (prompt, texts), to a list of results, to a string: the
+        error message of an invalid result, which is not retried; or to the Outage of a service,
+        which is waited for.
     spec: its options are WorkerOptions.
     """
 
@@ -214,11 +215,14 @@ class WorkerReward(Reward):
             await pool.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[RewardResult]:
-        """Score a group in a worker, with retries.
+        return await self.score_request((prompt, list(completions)))
+
+    async def score_request(self, request: Any) -> Sequence[RewardResult]:
+        """Have a worker's handler score a group, with retries.
 
         Raises the error of the last attempt; raises RewardError for an invalid result at once.
         """
-        request, attempt = (prompt, list(completions)), itertools.count()
+        attempt = itertools.count()
 
         async def attempt_once() -> list[RewardResult]:
             # A request that failed before runs on an exclusive worker.

@@ -1,5 +1,6 @@
 """Kind `function`: user-defined Python functions in worker processes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,8 +8,14 @@ from omegaconf import MISSING
 
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
+from streamrl.rewards.interface.completion import Completion
 from streamrl.rewards.interface.reward import RewardSpec, WorkerOptions, WorkerReward
-from streamrl.user_code.reward_function import FunctionCallSpec, FunctionSource
+from streamrl.user_code.reward_function import (
+    DETAIL_PARAMETERS,
+    FunctionCallSpec,
+    FunctionSource,
+)
+from streamrl.user_code.reward_result import RewardResult
 
 
 @dataclass
@@ -47,4 +54,16 @@ class FunctionReward(WorkerReward):
 
     def validate_prompt(self, prompt: Prompt) -> None:
         assert self._call_spec is not None, "call run_preflight first"
-        self._call_spec.build_arguments(prompt, [""])
+        details: dict[str, list[list[int]]] = {name: [[]] for name in DETAIL_PARAMETERS}
+        self._call_spec.build_arguments(prompt, [""], details)
+
+    async def score_completions(
+        self, prompt: Prompt, completions: Sequence[Completion], part: str
+    ) -> Sequence[RewardResult]:
+        texts = [completion.get_part(part) for completion in completions]
+        ids = [completion.get_part_ids(part) for completion in completions]
+        details = {
+            "completion_ids": None if None in ids else ids,
+            "completion_turns": [list(completion.turns) for completion in completions],
+        }
+        return await self.score_request((prompt, texts, details))

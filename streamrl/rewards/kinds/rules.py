@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import partial
@@ -310,7 +310,10 @@ ENVIRONMENT_KIND = "environment"
 
 
 class EnvironmentReward(Reward):
-    """Takes the environment's score; PASS if it is above 0. The answer is the part's text."""
+    """Takes the environment's score; PASS if it is above 0. The answer is the part's text.
+
+    The rewards of turns fall on their turns.
+    """
 
     async def score_completions(
         self, prompt: Prompt, completions: Sequence[Completion], part: str
@@ -321,5 +324,7 @@ class EnvironmentReward(Reward):
             if score is None:
                 raise RewardError("no environment has scored the rollout: set environment.path")
             answer = completion.get_part(part).strip() or None
-            results.append(RewardResult.from_correctness(score > 0, answer, score=score))
+            result = RewardResult.from_correctness(score > 0, answer, score=score)
+            turn_scores = completion.turn_rewards if any(completion.turn_rewards) else ()
+            results.append(replace(result, turn_scores=turn_scores))
         return results

@@ -22,12 +22,14 @@ function listTokens(turn, rollout) {
   const perToken = (turn.versions || []).flatMap(([version, count]) => Array(count).fill(version));
   const shared = { source: turn.source, relative: rollout.relative_score,
                    advantage: rollout.advantage };
+  const scores = new Map(turn.scores || []);
   let start = 0;
   const tokens = (turn.piece_lengths || []).map((length, i) => ({
     ...shared,
     text: characters.slice(start, (start += length)).join(""),
     version: perToken[i],
     logprob: turn.logprobs[i],
+    score: scores.get(i),
   }));
   const rest = characters.slice(start).join("");
   const version = new Set(perToken).size === 1 ? perToken[0] : undefined;
@@ -45,6 +47,7 @@ function chooseColor(token, mode) {
     return tint(0, Math.min(1, -token.logprob / FULL_LOGPROB));
   if (mode === "relative" && typeof token.relative === "number")
     return tint(token.relative > 0 ? 130 : 0, Math.abs(token.relative) / maxRelative);
+  if (mode === "score" && token.score !== undefined) return tint(token.score > 0 ? 130 : 0, 1);
   if (mode === "advantage" && typeof token.advantage === "number")
     return tint(token.advantage > 0 ? 130 : 0, Math.abs(token.advantage) / maxAdvantage);
   return "transparent";
@@ -55,6 +58,7 @@ function describeToken(token) {
   if (token.version !== undefined) lines.push(`version ${token.version}`);
   if (typeof token.logprob === "number")
     lines.push(`logprob ${token.logprob} (probability ${show(Math.exp(token.logprob))})`);
+  if (token.score !== undefined) lines.push(`score ${showSigned(token.score)} falls here`);
   if (token.source === "sampled") lines.push(`relative score ${showSigned(token.relative)}`);
   if (token.source === "sampled" && typeof token.advantage === "number")
     lines.push(`advantage ${showSigned(token.advantage)}`);
@@ -68,6 +72,8 @@ function drawTurn(turn, rollout) {
   if (turn.tokens !== undefined) facts.push(`${turn.tokens} tokens`);
   if (turn.outcome) facts.push(turn.outcome);
   if (turn.reward !== undefined) facts.push(`reward ${show(turn.reward)}`);
+  if (turn.scores)
+    facts.push(`score ${show(turn.scores.reduce((sum, [, score]) => sum + score, 0))}`);
   box.append(make("summary", "", facts.join(", ")));
   const text = make("pre");
   for (const token of listTokens(turn, rollout)) {

@@ -47,7 +47,7 @@ def test_returns_are_rewards_to_go_under_lambda_1():
     config = AlgorithmConfig(name="ppo", params={"lam": 1.0}, whiten_advantages=False)
     derived = derive_columns(config, step)
     mask = step.columns["loss_mask"]
-    scores = step.columns["scores"][:, None].expand(mask.shape)
-    torch.testing.assert_close(derived["returns"], torch.where(mask, scores, 0.0))
+    to_go = step.columns["token_scores"].flip(-1).cumsum(-1).flip(-1)
+    torch.testing.assert_close(derived["returns"], torch.where(mask, to_go, 0.0))
     values = torch.where(mask, step.columns["values"], 0.0)
     torch.testing.assert_close(derived["advantages"], derived["returns"] - values)

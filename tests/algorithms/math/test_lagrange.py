@@ -51,6 +51,7 @@ def test_returns_of_both_critics_by_hand(settings, score, expected, expected_cos
 def test_the_greedy_completion_is_the_baseline_of_its_rollouts():
     config, step = AlgorithmConfig(name="remax"), make_step()
     derived = derive_group_columns(config.spec, make_settings(config), step.columns, step.group_ids)
-    lead = step.columns["scores"] - step.columns["baseline_scores"]
+    to_go = step.columns["token_scores"].flip(-1).cumsum(-1).flip(-1)
+    lead = to_go - step.columns["baseline_scores"][:, None]
     mask = step.columns["loss_mask"]
-    torch.testing.assert_close(derived["advantages"][mask], lead[:, None].expand(mask.shape)[mask])
+    torch.testing.assert_close(derived["advantages"][mask], lead[mask])

@@ -34,6 +34,21 @@ def test_a_batch_by_hand():
     torch.testing.assert_close(batch["advantages"], torch.tensor([0.0, 0.5**0.5]))
 
 
+def test_groups_without_token_scores_get_them_beside_groups_that_have_them():
+    spec = AlgorithmConfig(name="reinforce_pp", whiten_advantages=False).spec
+    settings = AlgorithmConfig(name="reinforce_pp", whiten_advantages=False).to_settings(
+        max_length=8, reward_weights={}
+    )
+    groups = {
+        "a": group_of(([1], [3, 6]), ([1, 2], [4]), scores=[3.0, 2.0]),
+        "b": group_of(([7], [8, 9]), scores=[1.0]),
+    }
+    groups["b"]["token_scores"] = np.array([0, 0.75, 0.25], np.float32)
+    derived = derive_columns(spec, settings, groups)
+    assert derived["a"]["advantages"].tolist() == [0, 3, 3, 0, 0, 2]
+    assert derived["b"]["advantages"].tolist() == [0, 1, 0.25]
+
+
 def test_a_batch_without_picks_is_a_masked_dummy_rollout():
     batch = build_batch({}, [], derived={})
     assert batch["token_ids"].shape == (1, 2)

@@ -48,7 +48,7 @@ def make_pair(seed, sizes=(4, 3, 2)):
 def make_settings(config, groups):
     is_split = any("episode" in columns for columns in groups.values())
     return config.to_settings(
-        max_length=MAX_SAMPLED, reward_weights=WEIGHTS, mask_timeouts=True, splits_episodes=is_split
+        max_length=MAX_SAMPLED, reward_weights=WEIGHTS, has_episodes=True, splits_episodes=is_split
     )
 
 

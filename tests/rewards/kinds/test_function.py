@@ -18,7 +18,7 @@ class InProcessReward:
         self.source, self.judge = source, make_reward_handler(source)
 
     async def score(self, row, completions):
-        results = self.judge((row, completions))
+        results = self.judge((row, completions, {}))
         return await results if inspect.isawaitable(results) else results
 
 
@@ -242,10 +242,10 @@ async def test_a_result_that_raises_on_inspection_is_reported(reward_from):
 async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_from):
     reward = reward_from("def f(completions, solution, hint=None): return [1.0]")
     check = UserFunction(reward.source).call_spec.build_arguments
-    check(prompt(solution="5"), [""])
+    check(prompt(solution="5"), [""], {})
     words = r"f in .*reward.py needs solution; the row has answer, completions, data_source"
     with pytest.raises(RewardError, match=words):
-        check(prompt(answer="5"), [""])
+        check(prompt(answer="5"), [""], {})
     with pytest.raises(RewardError, match=words):
         await scores(reward, row=prompt(answer="5"))
 
