@@ -78,7 +78,8 @@ def split_text(
 
 def measure_pieces(tokenizer: "PreTrainedTokenizerBase", token_ids: Array) -> list[int]:
     """Return the characters that each token, int32 [T], adds to the text without special tokens."""
-    is_special = np.isin(token_ids, tokenizer.all_special_ids)
+    added = tokenizer.added_tokens_decoder.items()
+    is_special = np.isin(token_ids, [token for token, facts in added if facts.special])
     kept = token_ids[~is_special].tolist()
     sizes = np.zeros(len(token_ids), np.int64)
     sizes[~is_special] = [*map(len, split_text(tokenizer, kept, len(kept))[0])]

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,8 +45,8 @@ def list_reasons(columns):
 @in_virtual_time
 async def test_a_worked_episode_of_two_turns():
     session = ScriptedSession(
-        [say("lower", reward=0.25), DONE],
-        ResetResult(messages=[{"role": "system", "content": "0-9"}]),
+        [replace(say("lower", reward=0.25), state=2**40), DONE],
+        ResetResult(messages=[{"role": "system", "content": "0-9"}], state=5),
         final_score=2.0,
     )
 
@@ -65,6 +66,7 @@ async def test_a_worked_episode_of_two_turns():
     assert columns["policy_version"].tolist() == [*[-1] * 4, 1, 1, *[-1] * 7, 2, 2]
     assert columns["turn_ends"].tolist() == [6, 15]
     assert columns["turn_rewards"].tolist() == [0.25, 1.0]
+    assert columns["turn_states"].tolist() == [5, 2**40], "before each turn"
     assert columns["environment_scores"].tolist() == [2.0]
     assert list_reasons(columns) == [FinishReason.STOP]
     assert session.replies == ["5", "3"]

@@ -50,6 +50,15 @@ async def test_replies_are_answered_until_one_ends_the_episode(open_session, sou
     assert (await session.score(rewards=[0.0, 0.25, 1.0])).result == 1.25
 
 
+async def test_equal_states_have_equal_numbers_and_the_end_has_none(open_session):
+    keys = "keys = iter(['left', 7, 'left', b'?'])\n    def state_key(self): return next(self.keys)"
+    session = open_session(make_turns("return Turn('x', done=reply.text == 'end')", before=keys))
+    states = [(await session.reset()).result.state]
+    states += [(await session.step(text)).result.state for text in ("go", "go", "end")]
+    assert states[0] == states[2] != states[1] and states[3] == 0 and all(states[:3])
+    assert (await session.step("go")).error.endswith("returned b'?', not a text or an int")
+
+
 @pytest.mark.parametrize("source", [CALCULATOR, ASYNC_CALCULATOR])
 async def test_a_tool_is_called_and_the_answer_scored(open_session, source):
     session = open_session(source)

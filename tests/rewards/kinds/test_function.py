@@ -115,6 +115,54 @@ async def test_a_dict_has_pass_flag_and_answer(reward_from):
     ]
 
 
+@pytest.mark.parametrize(
+    ("returned", "score", "places"),
+    [
+        ("{'turns': [1, 0.5]}", 1.5, {"turn_scores": (1.0, 0.5)}),
+        ("{'score': 3, 'tokens': numpy.array([1, 2.5])}", 3.0, {"token_scores": (1.0, 2.5)}),
+        ("{'spans': [(0, 1, 2), [1, 2, -1]]}", 1.0, {"span_scores": ((0, 1, 2.0), (1, 2, -1.0))}),
+    ],
+)
+async def test_a_dict_places_parts_of_the_score(reward_from, returned, score, places):
+    reward = reward_from(f"import numpy\ndef f(prompt, completion): return {returned}")
+    (result, _) = await score_completions(reward)
+    outcome = RewardOutcome.PASS if score >= 1 else RewardOutcome.WRONG
+    assert result == RewardResult(score, outcome, **places)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("{'turns': 1}", "returned 1 for completion 0: turns must be a list of numbers"),
+        ("{'tokens': [1, None]}", "completion 0: tokens must be a list of numbers"),
+        ("{'spans': [(1, 2)]}", r"completion 0: spans must be a list of \(start, end, score\)"),
+        ("[1, 2]", "for completion 0, not a finite number"),
+    ],
+)
+async def test_unusable_places_are_errors(reward_from, returned, message):
+    with pytest.raises(RewardError, match=message):
+        await scores(reward_from(f"def f(prompt, completion): return {returned}"))
+
+
+@pytest.mark.parametrize(
+    ("signature", "expected"),
+    [
+        ("(prompt, completion, completion_ids, completion_turns)", "completion_ids"),
+        ("(completions, completion_ids, completion_turns)", "completion_ids[0]"),
+    ],
+)
+def test_a_function_may_read_token_ids_and_turns(reward_from, signature, expected):
+    reward = reward_from(f"""
+        def f{signature}:
+            assert completion_turns in (["a", "b"], [["a", "b"]])
+            score = {{"tokens": [1.0] * len({expected})}}
+            return score if "prompt" in locals() else [score]
+    """)
+    details = {"completion_ids": [[5, 6, 7]], "completion_turns": [["a", "b"]]}
+    (result,) = reward.judge((prompt(), ["a\nb"], details))
+    assert result.token_scores == (1.0, 1.0, 1.0)
+
+
 async def test_only_finite_numbers_of_a_dict_become_extra_metrics(reward_from):
     reward = reward_from("""
         import numpy as np
