@@ -33,7 +33,7 @@ def make_episode(rng: np.random.Generator) -> RandomEpisode:
         count = int(rng.integers(1, MAX_SAMPLED // 4 + 1))
         values = {name: rng.normal(-1.5, 0.5, count) for name in _TOKEN_VALUES}
         trained = values["generator_logprobs"] + rng.normal(0, 0.3, count)
-        state = rng.integers(3)
+        state = np.array(rng.integers(3))
         entropy = rng.normal(2, 0.1, count)
         turns.append({**values, "logprobs": trained, "entropy": entropy, "turn_states": state})
     names = ("scores", "costs", "baseline_scores", *(f"reward/{name}" for name in WEIGHTS))

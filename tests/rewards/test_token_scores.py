@@ -1,5 +1,7 @@
 """Scores by token: turns, tokens and spans that a reward names."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ def measure(ids: np.ndarray) -> list[int]:
     return [CHARACTERS[int(token)] for token in ids]
 
 
-def make_result(score: float, **places: tuple) -> RewardResult:
+def make_result(score: float, **places: Any) -> RewardResult:
     return RewardResult(score, RewardOutcome.PASS, **places)
 
 
