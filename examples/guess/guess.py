@@ -41,6 +41,10 @@ class Guess:
         sign, self.left = ("<", below) if self.number < guess else (">", above)
         return Turn(f"{sign}{format_interval(self.left)}", reward=evenness, done=is_last)
 
+    def state_key(self) -> str:
+        """Return the interval that is left: turns that begin with the same one are comparable."""
+        return format_interval(self.left)
+
     def score(self, episode: EpisodeSummary) -> float:
         """Return the mean reward of the turns, and 1 more for a game that is won."""
         return fmean(episode.rewards) + self.is_won

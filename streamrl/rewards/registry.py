@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import format_value, read_settings, suggest_nearest
+from streamrl.rewards.interface.completion import CONVERSATION
 from streamrl.rewards.interface.config import RewardConfig
 from streamrl.rewards.interface.reward import Reward, RewardContext, RewardSpec
 from streamrl.rewards.kinds.code import CodeOptions, CodeReward
@@ -188,6 +189,8 @@ def find_split_model(
 def _check_entry(config: RewardConfig, key: str, score_spec: ScoreSpec) -> None:
     if config.name and not re.fullmatch(r"[\w.-]+", config.name, re.ASCII):
         raise ConfigError(f"{key}.name={config.name}: letters, digits and _ . - only")
+    if config.options.get("step_end") and config.of == CONVERSATION:
+        raise ConfigError(f"{key}.of={CONVERSATION}: steps are the policy's words. Set of=sampled")
     if config.component_name in _RESERVED_NAMES:
         metric = score_spec.column_prefix + config.component_name
         raise ConfigError(

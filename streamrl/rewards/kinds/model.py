@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +39,7 @@ from streamrl.files.typed_settings import at_least, one_of
 from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import RetryOptions, Reward, RewardSpec, retry_infra_errors
-from streamrl.user_code.reward_result import RewardResult
+from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,6 +136,8 @@ class ModelOptions(RankLayout, RetryOptions):
     path: directory of a sequence-classification model with one label, and its tokenizer.
     sigmoid: apply the logistic function to the logit: scores between 0 and 1.
     pass_score: lowest score that passes; null: 0 for a logit, 0.5 with sigmoid.
+    step_end: text that ends a step of the completion, such as two newlines: a process reward model,
+        which scores the text up to the end of each step. Empty: one score for the whole.
     on_long_text: texts longer than model, tokenizer or batch_tokens allow: error, or truncate (keep
         the end).
     batch_tokens: limit of a forward pass including padding, tokens.
@@ -144,6 +147,7 @@ class ModelOptions(RankLayout, RetryOptions):
     path: str = MISSING
     sigmoid: bool = False
     pass_score: float | None = None
+    step_end: str = ""
     on_long_text: Annotated[str, one_of("error", "truncate")] = "error"
     batch_tokens: Annotated[int, at_least(1)] = 16384
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16")] = "auto"
@@ -238,6 +242,20 @@ def _check_head(path: str, setting: str, config: Any) -> None:
             )
 
 
+def _join_steps(steps: Sequence[tuple[int, RewardResult]]) -> RewardResult:
+    """Return the sum of the scores of a completion's steps, given with their ends.
+
+    Each falls on its step. The completion passes if all steps do. A single step is the completion.
+    """
+    if len(steps) == 1:
+        return steps[0][1]
+    starts = [0, *(end for end, _ in steps)]
+    spans = [(start, end, r.score) for start, (end, r) in zip(starts, steps, strict=False)]
+    passes = all(result.outcome is RewardOutcome.PASS for _, result in steps)
+    total = RewardResult.from_correctness(passes, score=math.fsum(score for *_, score in spans))
+    return replace(total, span_scores=tuple(spans))
+
+
 class ModelReward(Reward):
     """Runs a reward model in a thread, batching the completions of several groups.
 
@@ -299,10 +317,25 @@ class ModelReward(Reward):
 
         Raises RewardError for a logit not finite, and for a text too long unless truncated.
         """
+        steps = [[(0, completion)] for completion in completions]
+        if self._options.step_end:
+            steps = [
+                list(self._iter_steps(completion.get_part(part))) for completion in completions
+            ]
         texts = [
-            self._render_text(completion.get_messages(prompt, part)) for completion in completions
+            self._render_text(completion.get_messages(prompt, part))
+            for of_completion in steps
+            for _, completion in of_completion
         ]
-        return await retry_infra_errors(lambda: self._score_texts(texts), self._options.attempts)
+        score = partial(self._score_texts, texts)
+        results = iter(await retry_infra_errors(score, self._options.attempts))
+        return [_join_steps([(end, next(results)) for end, _ in ends]) for ends in steps]
+
+    def _iter_steps(self, text: str) -> Iterator[tuple[int, Completion]]:
+        """Yield the end of each step in the text, and the completion up to there."""
+        ends = [match.end() for match in re.finditer(re.escape(self._options.step_end), text)]
+        for end in dict.fromkeys((*ends, len(text))):
+            yield end, Completion.from_text(text[:end])
 
     async def _score_texts(self, texts: Sequence[str]) -> list[RewardResult]:
         loop = asyncio.get_running_loop()

@@ -130,6 +130,20 @@ async def test_an_episode_is_rendered_by_the_reward_models_own_template(
         assert result.totals[0] == compute_reference_logit(path, text)
 
 
+async def test_each_step_has_the_score_of_the_text_up_to_its_end(path, started):
+    prefixes = ["1+", "1+2+", "1+2+5"]
+    expected = await scores(await started(path), prefixes)
+    (steps, single) = await judged(await started(path, step_end="+"), [prefixes[-1], "7"])
+    assert steps.score == pytest.approx(sum(expected), abs=1e-5)
+    assert [span[:2] for span in steps.span_scores] == [(0, 2), (2, 4), (4, 5)]
+    assert [span[2] for span in steps.span_scores] == pytest.approx(expected, abs=1e-5)
+    assert not single.has_places
+    with pytest.raises(ConfigError, match=r"rewards\[0\].of=conversation: .*of=sampled"):
+        build_rewards(
+            [RewardConfig("model", of="conversation", options={"path": str(path), "step_end": "+"})]
+        )
+
+
 async def test_scores_do_not_depend_on_the_batch(path, started):
     unbatched = await started(path, batch_tokens=40)
     batched = await started(path)
