@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +96,9 @@ def _make_columns(row: Algorithm, settings: AlgorithmSettings, size: int) -> dic
         is_per_token = spec.axis in (ColumnAxis.TOKEN, ColumnAxis.TURN)
         shape = (rows, NUM_POSITIONS) if is_per_token else (rows,)
         values = torch.rand(shape, generator=random)
-        zeros = torch.from_numpy(np.zeros(shape, spec.dtype))
+        # All sampled tokens are of one turn, in one state.
+        integers = mask.to(torch.int64) if spec.axis is ColumnAxis.TURN else torch.zeros(shape)
+        integers = integers.to(getattr(torch, spec.dtype))
         values = -values if name.endswith("logprobs") else values
-        step.setdefault(name, values if spec.dtype == "float32" else zeros)
+        step.setdefault(name, values if spec.dtype == "float32" else integers)
     return step

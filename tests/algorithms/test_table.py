@@ -258,6 +258,10 @@ def test_settings_incompatible_with_a_row_are_refused_at_config_load(name, overr
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_row_passes_the_dry_run(name):
+@pytest.mark.parametrize("has_episodes", [False, True])
+def test_every_row_passes_the_dry_run(name, has_episodes):
     config = AlgorithmConfig(name=name)
-    dry_run_algorithm(config.spec, config.to_settings(max_length=8, reward_weights={"right": 1.0}))
+    settings = config.to_settings(
+        max_length=8, reward_weights={"right": 1.0}, has_episodes=has_episodes
+    )
+    dry_run_algorithm(config.spec, settings)

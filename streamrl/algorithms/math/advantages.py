@@ -219,7 +219,9 @@ class TurnSteps:
         self._is_first = last_ids > torch.nn.functional.pad(last_ids[:, :-1], (1, 0))
         self._index = (self._is_first.cumsum(-1) - 1).clamp(min=0)
         counts = self._is_first.sum(-1, keepdim=True)
-        self.mask = torch.arange(int(counts.max()), device=turn_ids.device) < counts
+        # Without any turn, still one that does not exist: rows of no entries cannot be gathered.
+        most = max(1, int(counts.max()))
+        self.mask = torch.arange(most, device=turn_ids.device) < counts
 
     def sum_tokens(self, values: Tensor) -> Tensor:
         """Return the sum of `values` [B, T] over the sampled tokens of each turn: [B, K]."""
