@@ -43,6 +43,7 @@ from streamrl.buffer.group import (
 from streamrl.buffer.journal import CorruptRecord, JournalRecord, RecordLog
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
+    OPTIONAL_COLUMNS,
     ColumnAxis,
     FilteredGroup,
     GroupInfo,
@@ -1059,7 +1060,8 @@ def _read_blobs(state: ShardState, uid: str, wanted: set[str]) -> ColumnBlobs:
     stage_columns = group.stage_columns if group else state.retired_groups.get(uid)
     if stage_columns is None:
         raise StreamError(f"group {uid} is neither in the queue nor in its journal")
-    if lost := wanted.difference(*(columns.column_names for columns in stage_columns.values())):
+    names = (columns.column_names for columns in stage_columns.values())
+    if lost := wanted.difference(OPTIONAL_COLUMNS, *names):
         raise StreamError(f"group {uid}: no {sorted(lost)} are in the queue or in its journal")
     return ColumnBlobs(
         join_pieces(read_blob(columns)) if columns.data is None else columns.data

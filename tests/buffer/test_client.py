@@ -11,10 +11,10 @@ import pytest
 
 from streamrl.buffer import ExperienceQueue, QueueShard
 from streamrl.buffer.encoding import LARGE_BLOB_BYTES
-from streamrl.errors import ContractError, DeadlineError
+from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import Columns, FilteredGroup
 from tests.buffer.clients import UIDS, do, finish, lease, local_shards, queue_of, take_all
-from tests.buffer.shards import prompt, rollouts
+from tests.buffer.shards import SCORES, prompt, rollouts
 from tests.fake_shards import CALL_S
 from tests.virtual_time import in_virtual_time
 
@@ -231,6 +231,24 @@ async def test_ranks_read_groups_that_their_leader_leased_unless_the_lease_is_lo
     groups = await rank.read_leased(leases, ("token_ids", "lengths"))
     assert sorted(groups, key=str) == sorted(kept, key=str)
     assert all(set(columns) == {"token_ids", "lengths"} for columns in groups.values())
+
+
+@in_virtual_time
+async def test_a_group_may_lack_token_scores_and_no_other_column():
+    queue = queue_of(2)
+    await queue.insert_prompts([prompt(uid) for uid in UIDS[:2]], 0)
+    await do(queue, "generate", rollouts())
+    placed, plain = await take_all(queue, "reward")
+    token_scores = {"token_scores": np.arange(10, dtype=np.float32)}
+    await queue.commit_columns(
+        [(placed.lease, {**SCORES, **token_scores}), (plain.lease, {**SCORES})]
+    )
+    uids = [placed.lease.uid, plain.lease.uid]
+    groups = await queue.read_columns(uids, ["lengths", "scores", "token_scores"])
+    assert [*map(len, groups.values())] == [3, 2]
+    assert groups[uids[0]]["token_scores"].tolist() == [*range(10)]
+    with pytest.raises(StreamError, match=r"no \['ref_logprobs'\] are in the queue"):
+        await queue.read_columns(uids, ["scores", "ref_logprobs"])
 
 
 @in_virtual_time

@@ -1,4 +1,4 @@
-"""A colocated run of two environments; a host process of one is killed amid episodes."""
+"""A colocated run of two environments, with credit by turn; a host process is killed."""
 
 import json
 from collections import defaultdict
@@ -39,6 +39,9 @@ class Thrice:
         is_odd = any(digit in reply.text for digit in "13579")
         return Turn("1+1", reward=float(is_odd), done=self.num_turns == 3)
 
+    async def state_key(self):
+        return self.num_turns
+
 
 class Adder:
     def __init__(self, score):
@@ -47,6 +50,9 @@ class Adder:
     def add(self, digit: int) -> str:
         """Add one."""
         return f"{digit}+1"
+
+    def state_key(self):
+        return "only"
 
     def score(self, episode):
         return self._score
@@ -71,6 +77,7 @@ def run(toy: Path) -> Ended:
     words += ["rewards=[{kind: environment}, {kind: length, weight: 0, of: sampled}]"]
     # A digit ends a turn: the random model seldom samples EOS.
     words += ["generator.stop_token_ids=[3,4,5,6,7,8,9,10,11,12]"]
+    words += ["algorithm.name=gigpo", "algorithm.loss_aggregation=turn-mean"]
     words += [f"run.steps={STEPS}", "pipeline.max_staleness=0", "placement.cpus=1"]
     run, run_dir = train(toy, "episodes", *words, "evaluation.every=4")
     code = run.wait()
@@ -115,6 +122,11 @@ def test_recorded_rollouts_have_the_turns_and_rewards_of_their_environment(run: 
                 assert rollout.environment_score == rollout.score
                 expected = 0.5 if group.environment == "adder" else sum_rewards(turns)
                 assert rollout.score == expected
+                falls = [score for turn in turns for _, score in turn.scores]
+                # The score of the adder falls on the last token, as any score without parts.
+                rewards = [turn.reward for turn in turns if turn.reward]
+                assert falls == ([] if group.environment == "adder" else rewards)
+                assert all(i == (turn.tokens or 0) - 1 for turn in turns for i, _ in turn.scores)
     assert outcomes == {"thrice": {"spoke"}, "adder": {"spoke", "called"}}
     assert sources == {"prompt", "sampled", "observation", "scaffold"}
 
