@@ -301,7 +301,7 @@ def _collect_scores(result: EvaluationResult) -> dict[str, float]:
     scores[f"mean@{result.samples}"] = result.mean_at_k
     if result.maj_at_k is not None:
         scores[f"maj@{result.samples}"] = result.maj_at_k
-    return {**scores, **result.episode_means}
+    return {**scores, **result.means}
 
 
 def _collect_intervals(result: EvaluationResult) -> dict[str, ConfidenceInterval | None]:

@@ -312,6 +312,7 @@ class RewardScorer:
         # Groups of an evaluation come without a lease.
         if not experience.lease.token:
             return {**columns, "answers": hash_answers(group_result)}
+        self._reward_set.count_prompt(group_result)
         reasons = experience.columns["finish_reason"]
         ends = {"finish_reason": reasons[find_first_samples(count_samples(experience.columns))]}
         try:

@@ -211,6 +211,23 @@ class RewardSet:
             add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
         return GroupRewardResult(components, totals, passes_gates)
 
+    def count_prompt(self, group_result: GroupRewardResult) -> None:
+        """Add a prompt to the means of prompts whose completions are all right, or all wrong.
+
+        A completion is right if every component with a weight or a gate passes it or abstains.
+        """
+        counted = [
+            group_result.components[component.name]
+            for component in self._components
+            if component.weight or component.is_gate
+        ]
+        rights = [
+            all(result.outcome is RewardOutcome.PASS or result.is_not_judged for result in results)
+            for results in zip(*counted, strict=True)
+        ]
+        self._extra_metrics.add("rollout/all_right_frac", bool(rights) and all(rights))
+        self._extra_metrics.add("rollout/all_wrong_frac", bool(rights) and not any(rights))
+
     def place_scores(
         self,
         group_result: GroupRewardResult,

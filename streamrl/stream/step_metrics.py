@@ -103,6 +103,7 @@ def _compute_rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     return {
         "rollout/length_mean": sampled / sums["rollouts"],
         "rollout/length_max": sums["sampled_max"],
+        "rollout/probability_mean": sums["probability_sum"] / sampled,
         "rollout/truncated_frac": sums["truncated_sum"] / sums["rollouts"],
         "rollout/tokens_per_s": sampled / busy if busy > 0 else NAN,
     }

@@ -262,6 +262,12 @@ def format_filter_stats(progress: RunProgress) -> tuple[str, str]:
     return format_share(progress.get("filter/share")), f"{format_number(seconds, 1)} s"
 
 
+def format_solved(progress: RunProgress) -> tuple[str, str]:
+    """Return the shares of prompts whose rollouts were all right, and all wrong, in a step."""
+    all_right, all_wrong = (progress.get(f"rollout/all_{name}_frac") for name in ("right", "wrong"))
+    return format_share(all_right), format_share(all_wrong)
+
+
 def format_share(value: float) -> str:
     return f"{min(max(value, 0.0), 1.0):.0%}" if math.isfinite(value) else "-"
 
@@ -296,16 +302,21 @@ class PlainConsole(RunConsole):
 def _format_step(progress: RunProgress) -> str:
     """Format the latest step in a line."""
     get, run_info = progress.format, progress.run_info
+    solved = format_solved(progress)
     parts = [
         f" step {progress.step}/{run_info.num_steps}",
         f"reward {get('reward/mean')}",
+        f"right: all {solved[0]}, none {solved[1]}",
+        f"length {get('rollout/length_mean', 0)}",
+        f"entropy {get('policy/entropy', 2)}",
+        f"probability {get('rollout/probability_mean', 2)}",
         f"staleness {get('staleness/mean', 1)}, largest {get('staleness/max', 0)}",
         f"{get('time/step_s', 1)} s/step",
         f"{format_duration(progress.estimate_remaining_s())} left",
         f"{get('throughput/tokens_per_s', 0)} tokens/s",
     ]
     if run_info.has_filter:
-        parts.insert(3, "filtered {}, {}".format(*format_filter_stats(progress)))
+        parts.insert(2, "filtered {}, {}".format(*format_filter_stats(progress)))
     waiting = [
         f"{stage} {format_number(depth, 0)}"
         for stage in progress.stages
@@ -403,6 +414,11 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
     for name in [name for name in SHOWN_EVALS if name in progress.evals][:1]:
         values = progress.evals[name]
         grid.add_row(f" eval {name}", format_number(values[-1]), *_draw_trend(values))
+    all_right, all_wrong = format_solved(progress)
+    grid.add_row(" all right", all_right, "", f"{all_wrong} of the prompts all wrong")
+    names = ("policy/entropy", "rollout/probability_mean", "rollout/length_mean")
+    entropy, probability, length = (progress.format(name, 2) for name in names)
+    grid.add_row(" entropy", entropy, "", f"token probability {probability}, length {length}")
     mean, largest = progress.get("staleness/mean"), progress.get("staleness/max")
     bar = _draw_bar(mean / bound if bound else 0.0, ACCENT)
     limit = f"largest {format_number(largest, 0)}, bound {bound} versions"

@@ -14,6 +14,7 @@ from streamrl.messages import rollouts_to_columns as columns_of
 from streamrl.rewards.group_filter import accept_group
 from streamrl.rewards.interface.reward import Reward, RewardSpec
 from streamrl.rewards.kinds.rules import EnvironmentReward, RegexOptions, build_regex_reward
+from streamrl.rewards.metric_means import sums_to_means
 from streamrl.rewards.reward_scorer import RewardScorer, describe_rollouts, score_costs, split_text
 from streamrl.rewards.reward_set import COSTS, RewardComponent, RewardSet
 from streamrl.telemetry.config import RolloutConfig
@@ -72,6 +73,18 @@ async def test_the_greedy_completion_is_the_baseline_of_every_rollout():
     assert scorer.drain_recorded() == []
     (filtered,) = await scorer.score([GROUP])
     assert isinstance(filtered, FilteredGroup), "the greedy completion alone is not filtered"
+
+
+async def test_prompts_of_right_and_of_wrong_rollouts_are_counted_before_the_filter():
+    groups = [[[1, 1], [1]], [[3], [4]], [[1], [3]], [[1]]]
+    columns = [columns_of([make_rollout([0], tokens) for tokens in group]) for group in groups]
+    rewards = one_reward(contains("b"))
+    scorer = RewardScorer(rewards, Letters(), lambda prompt, columns: "out", RolloutConfig())
+    await scorer.score([experience(group) for group in columns])
+    await scorer.score([experience(columns[0], token=0)])  # of an evaluation
+    means = sums_to_means(rewards.drain_counts())
+    assert means["rollout/all_right_frac"] == 2 / 4
+    assert means["rollout/all_wrong_frac"] == 1 / 4
 
 
 async def test_a_failed_baseline_is_an_error_not_a_zero():

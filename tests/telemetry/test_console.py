@@ -91,7 +91,8 @@ def test_the_plain_console_prints_a_line_per_step(tmp_path):
     steps = [line for line in lines(console.console) if line.startswith(" step ")]
     assert len(steps) == 4
     assert steps[0] == (
-        " step 1/40  reward 0.100  staleness 0.6, largest 2  2.0 s/step  1:18 left  12.3k tokens/s"
+        " step 1/40  reward 0.100  right: all 50%, none 50%  length 0  entropy 0.50"
+        "  probability 0.50  staleness 0.6, largest 2  2.0 s/step  1:18 left  12.3k tokens/s"
         "  waiting: reward 1, reference 2, train 3"
         "  busy: generate 100%, reward 75%, reference 50%, train 25%"
     )

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.messages import (
     TRUNCATIONS,
@@ -37,20 +39,22 @@ def sum_rollouts(
         "score_squared_sum": 0.0,
         "sampled_sum": 0.0,
         "sampled_max": 0.0,
+        "probability_sum": 0.0,
         "truncated_sum": 0.0,
     }
-    sampled = {uid: _count_sampled_tokens(columns) for uid, columns in groups.items()}
+    sampled = {uid: _sum_sampled_tokens(columns) for uid, columns in groups.items()}
     for uid, index in picks:
         if index not in sampled[uid]:
             continue  # not the first sample of its episode
         columns = groups[uid]
-        score, tokens = float(columns["scores"][index]), sampled[uid][index]
+        score, (tokens, probability) = float(columns["scores"][index]), sampled[uid][index]
         scores = columns["scores"][derived[uid]["included"]]
         if index == 0 and scores.size:
             sums["groups"] += 1
             sums["equal_score_groups"] += bool(has_equal_scores(scores.min(), scores.max()))
         sums["rollouts"] += 1
         sums["sampled_sum"] += tokens
+        sums["probability_sum"] += probability
         sums["sampled_max"] = max(sums["sampled_max"], tokens)
         sums["truncated_sum"] += columns["finish_reason"][index] in _TRUNCATION_CODES
         if not derived[uid]["included"][index]:
@@ -76,10 +80,17 @@ def _add_component(sums: dict[str, float], name: str, value: float) -> None:
     sums[key] = sums.get(key, 0.0) + amount
 
 
-def _count_sampled_tokens(columns: Columns) -> dict[int, float]:
-    """Return the number of sampled tokens of each episode, by the index of its first rollout."""
+def _sum_sampled_tokens(columns: Columns) -> dict[int, tuple[float, float]]:
+    """Return number and summed probability of the sampled tokens of each episode.
+
+    By the index of the episode's first rollout; probabilities are those when sampled.
+    """
     samples = count_samples(columns)
     lengths = sum_over_samples(columns["lengths"], samples)
     masks = split_token_column(columns["loss_mask"], lengths)
+    logprobs = split_token_column(columns["generator_logprobs"], lengths)
     firsts = find_first_samples(samples).tolist()
-    return {first: float(mask.sum()) for first, mask in zip(firsts, masks, strict=True)}
+    return {
+        first: (float(mask.sum()), float(np.exp(row[mask], dtype=np.float64).sum()))
+        for first, mask, row in zip(firsts, masks, logprobs, strict=True)
+    }

@@ -20,6 +20,8 @@ class EvaluationConfig:
     temperature: sampling temperature; 0 decodes greedily.
     top_p: nucleus sampling: sample from the smallest set of tokens with this total probability.
     top_k: sample from the k likeliest tokens; 0 or -1: from all tokens.
+    unique: evaluate a prompt once that several rows of a file repeat. For benchmarks that hold each
+        problem many times: by `samples` instead, pass@k and intervals are those of problems.
     limit: number of prompts evaluated per file, from its beginning; null: all prompts.
     seed: sampling seed; the same weights and seed give the same result.
     pass_score: lowest score of a completion that passes.
@@ -34,6 +36,7 @@ class EvaluationConfig:
     temperature: Annotated[float, at_least(0)] = 1.0
     top_p: Annotated[float, above(0, 1)] = 1.0
     top_k: Annotated[int, at_least(-1)] = 0
+    unique: bool = False
     limit: Annotated[int | None, at_least(1)] = None
     seed: Annotated[int, at_least(0, MAX_SEED)] = 0
     pass_score: float = 1.0

@@ -34,7 +34,7 @@ class EvaluationResult:
     maj_at_k: probability that the majority answer passes; None if the reward extracts no answers.
     pass_at_1_interval: confidence interval of pass_at[1].
     mean_at_k_interval: confidence interval of mean_at_k; None for a single prompt.
-    episode_means: means over the episodes by metric name (`EpisodeTotals`); {} for completions.
+    means: means of reward components and of episodes (`EpisodeTotals`) by metric name.
     num_unscored: prompts excluded from all metrics because their reward or environment failed.
     num_unscored_samples: further samples left out, of prompts with other samples.
     unscored_reason: first error that excluded a prompt or sample.
@@ -48,7 +48,7 @@ class EvaluationResult:
     maj_at_k: float | None
     pass_at_1_interval: ConfidenceInterval
     mean_at_k_interval: ConfidenceInterval | None
-    episode_means: Mapping[str, float] = field(default_factory=dict)
+    means: Mapping[str, float] = field(default_factory=dict)
     num_unscored: int = 0
     num_unscored_samples: int = 0
     unscored_reason: str = ""
@@ -84,7 +84,7 @@ class EvaluationResult:
 
     def _list_mean_metrics(self, prefix: str) -> dict[str, float]:
         maj = {} if self.maj_at_k is None else {"maj_at_k": self.maj_at_k}
-        means = {"mean_at_k": self.mean_at_k, **maj, **self.episode_means}
+        means = {"mean_at_k": self.mean_at_k, **maj, **self.means}
         return {f"{prefix}{name}": mean for name, mean in means.items()}
 
 

@@ -15,6 +15,7 @@ from streamrl.messages import (
     Prompt,
     count_samples,
     find_first_samples,
+    is_component_column,
     make_rollout_seeds,
 )
 from streamrl.stream.evaluation.config import EvaluationConfig
@@ -93,12 +94,14 @@ ScoreFn = Callable[[Prompt, Columns], Awaitable[Columns]]
 class _PromptScores:
     """Scores and answer ids of a prompt's n completions, shape [n] each; id 0: no answer.
 
+    components: scores of each reward by column name, [n]; NaN where it abstains.
     failure: error of the first sample that was left out; "" if none was.
     """
 
     data_source: str
     scores: Array
     answers: Array
+    components: Columns
     episodes: EpisodeTotals
     failure: str
 
@@ -111,6 +114,8 @@ async def evaluate_policy(
     config: EvaluationConfig,
 ) -> EvaluationResult:
     """Sample and score the first `config.limit` prompts of each file; return all metrics.
+
+    With `config.unique` a prompt that repeats an earlier one of its file is left out.
 
     prompts: prompts by file name; config.concurrency prompts are in flight at a time.
     generate: samples a rollout per seed, in the order of the seeds; episodes whose environment
@@ -127,7 +132,10 @@ async def evaluate_policy(
     with its text. Raises every other error of `generate` and `score`; remaining tasks are
     cancelled first.
     """
-    chosen = [(name, prompt) for name, file in prompts.items() for prompt in file[: config.limit]]
+    files = {name: file[: config.limit] for name, file in prompts.items()}
+    if config.unique:
+        files = {name: _drop_repeated(file) for name, file in files.items()}
+    chosen = [(name, prompt) for name, file in files.items() for prompt in file]
     if not chosen:
         raise ValueError("evaluation: no prompts")
 
@@ -145,6 +153,14 @@ async def evaluate_policy(
     return _summarize_outcomes(chosen, outcomes, config)
 
 
+def _drop_repeated(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts without those of earlier text, ground truth and data source."""
+    unique = {
+        (p.token_ids.tobytes(), repr(p.ground_truth), p.data_source): p for p in reversed(prompts)
+    }
+    return list(unique.values())[::-1]
+
+
 def _to_prompt_scores(columns: Columns, prompt: Prompt, sampled: SampledPrompt) -> _PromptScores:
     """Take scores and answers from the columns that `score` returned; ValueError: wrong shape."""
     count = len(count_samples(sampled.columns))
@@ -159,6 +175,7 @@ def _to_prompt_scores(columns: Columns, prompt: Prompt, sampled: SampledPrompt) 
         prompt.data_source,
         arrays["scores"],
         arrays["answers"],
+        {name: column for name, column in columns.items() if is_component_column(name)},
         EpisodeTotals.from_columns(sampled.columns),
         sampled.failure,
     )
@@ -211,4 +228,12 @@ def _summarize_prompts(rows: Sequence[_PromptScores], config: EvaluationConfig) 
         [row.scores for row in rows], answers, samples=config.samples, pass_score=config.pass_score
     )
     totals = sum((row.episodes for row in rows), EpisodeTotals())
-    return replace(result, episode_means=totals.compute_means())
+    return replace(result, means={**_average_components(rows), **totals.compute_means()})
+
+
+def _average_components(rows: Sequence[_PromptScores]) -> dict[str, float]:
+    """Return the mean of each reward component, of which NaN is no part, by column name."""
+    names = dict.fromkeys(name for row in rows for name in row.components)
+    scores = {name: np.concatenate([row.components[name] for row in rows]) for name in names}
+    judged = {name: column[~np.isnan(column)] for name, column in scores.items()}
+    return {name: float(column.mean()) for name, column in judged.items() if column.size}

@@ -36,7 +36,7 @@ from tests.virtual_time import in_virtual_time
 SUMS = dict.fromkeys(
     (
         *("rollouts", "groups", "equal_score_groups", "included", "score_sum"),
-        *("score_squared_sum", "sampled_sum", "sampled_max", "truncated_sum"),
+        *("score_squared_sum", "sampled_sum", "sampled_max", "probability_sum", "truncated_sum"),
     ),
     1.0,
 )

@@ -16,7 +16,7 @@ from tests.engines.training.test_samples import every_config, make_settings, tra
 
 EXCLUDED = {"0:0:0": (1,), "0:1:0": (0, 2), "0:2:0": ()}
 """Episodes that are excluded, by group."""
-OF_ALL = ("rollouts", "sampled_sum", "sampled_max", "truncated_sum")
+OF_ALL = ("rollouts", "sampled_sum", "sampled_max", "probability_sum", "truncated_sum")
 """Sums that measure the generation of all rollouts."""
 
 

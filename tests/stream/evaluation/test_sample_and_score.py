@@ -86,6 +86,29 @@ async def test_limit_applies_per_file_and_each_file_has_metrics():
     assert not any(name.startswith("eval/source/") for name in result.to_metrics())
 
 
+async def test_a_prompt_that_rows_repeat_is_evaluated_once_if_asked():
+    held_out = make_prompts("easy", "hard", "easy")
+    first, second, _ = held_out["held_out"]
+    again = Prompt("0:2:0", first.token_ids, data_source="easy")
+    other_truth = Prompt("0:0:0", second.token_ids, data_source="hard", ground_truth="5")
+    held_out["held_out"] = [first, second, again, other_truth]
+    assert (await evaluate(held_out, samples=1)).num_prompts == 4
+    result = await evaluate(held_out, samples=1, unique=True)
+    assert (result.num_prompts, result.mean_at_k) == (3, pytest.approx((1 + 0 + 1) / 3))
+
+
+async def test_components_have_means_without_weights_and_abstentions():
+    async def score(prompt, rollouts):
+        scores = np.array(TABLE[prompt.uid], np.float32)
+        style = np.where(scores == 0.0, np.nan, 0.25).astype(np.float32)
+        return {"scores": 2 * scores + style, "reward/right": scores, "reward/style": style}
+
+    metrics = (await evaluate(make_prompts("easy", "hard", "easy"), score=score)).to_metrics()
+    assert metrics["eval/reward/right"] == pytest.approx(8 / 12)
+    assert metrics["eval/reward/style"] == 0.25
+    assert metrics["eval/source/hard/reward/right"] == 0.25
+
+
 async def test_maj_at_k_requires_answers_from_every_source():
     scored = make_score(TABLE)
 

@@ -12,7 +12,8 @@ from tests.virtual_time import ManualClock
 START_S = 1_000_000.0
 STEP_S = 2.0
 CHARTS = [
-    *("reward", "throughput", "lengths", "entropy", "kl", "grad_norm", "critic", "filter"),
+    *("reward", "throughput", "lengths", "entropy", "probability", "kl", "grad_norm"),
+    *("critic", "filter"),
     *("queue", "staleness", "idle"),
     *("step_time", "weights", "ledger", "events"),
 ]
