@@ -14,7 +14,7 @@ STEP_S = 2.0
 CHARTS = [
     *("reward", "throughput", "lengths", "entropy", "probability", "kl", "grad_norm"),
     *("critic", "filter"),
-    *("queue", "staleness", "idle"),
+    *("solved", "queue", "staleness", "idle"),
     *("step_time", "weights", "ledger", "events"),
 ]
 """Charts of such a run, in the order of the page."""
