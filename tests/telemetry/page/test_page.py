@@ -55,7 +55,7 @@ def test_a_file_holds_everything_and_asks_for_nothing(folder: Path) -> None:
     data = read_data(html)
     (run,) = data["runs"]
     assert run["rollouts"]["2"][0]["rollouts"][0]["completion"] == ATTACK and ATTACK not in html
-    assert [chart["chart_id"] for chart in run["charts"]][:2] == ["queue", "staleness"]
+    assert [chart["chart_id"] for chart in run["charts"]][:2] == ["solved", "queue"]
     assert run["advice"] == ["bound by train"]
     assert list(run["rollouts"]) == ["2"]
     assert data["followEvery"] == 0
