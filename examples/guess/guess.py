@@ -2,9 +2,8 @@
 
 import random
 import re
-from statistics import fmean
 
-from streamrl.environments.interface import EpisodeSummary, Reply, Turn
+from streamrl.environments.interface import Reply, Turn
 
 NUMBERS = range(64)
 MAX_GUESSES = 6
@@ -24,8 +23,9 @@ class Guess:
     def step(self, reply: Reply) -> Turn:
         """Answer `<` or `>` for a number below or above the guess, and the interval that is left.
 
-        Reward: 1 for the number itself; otherwise how evenly the guess divides the interval,
-        whatever luck it has: almost 1 in the middle, 0 at the ends and outside.
+        Reward: a sixth of how evenly the guess divides the interval, whatever luck it has: almost 1
+        in the middle, 0 at the ends and outside. The number itself has reward 1, and a sixth for
+        this turn and each that is left. The score of a game is the sum.
         """
         self.num_guesses += 1
         is_last = self.num_guesses == MAX_GUESSES
@@ -34,20 +34,18 @@ class Guess:
         guess = int(reply.text)
         if guess == self.number:
             self.is_won = True
-            return Turn("=", reward=1.0, done=True)
+            num_left = MAX_GUESSES - self.num_guesses + 1
+            return Turn("=", reward=1 + num_left / MAX_GUESSES, done=True)
         below = range(self.left.start, min(guess, self.left.stop))
         above = range(max(guess + 1, self.left.start), self.left.stop)
         evenness = 2 * min(len(below), len(above)) / len(self.left)
         sign, self.left = ("<", below) if self.number < guess else (">", above)
-        return Turn(f"{sign}{format_interval(self.left)}", reward=evenness, done=is_last)
+        reward = evenness / MAX_GUESSES
+        return Turn(f"{sign}{format_interval(self.left)}", reward=reward, done=is_last)
 
     def state_key(self) -> str:
         """Return the interval that is left: turns that begin with the same one are comparable."""
         return format_interval(self.left)
-
-    def score(self, episode: EpisodeSummary) -> float:
-        """Return the mean reward of the turns, and 1 more for a game that is won."""
-        return fmean(episode.rewards) + self.is_won
 
 
 def format_interval(numbers: range) -> str:

@@ -30,6 +30,7 @@ LONG = {
         *("virtual/task_us", "virtual/largest_over_smallest", "virtual/8 groups/*"),
         *("virtual/32 groups/us_per_group/*", "virtual/32 groups/shard_calls_per_group"),
     ),
+    "credit": ("runs/*/pass_at_1/median", "runs/1/over_episode", "runs/0/reward/largest"),
     "data": ("jsonl/*check*_s", "parquet/check_s", "jsonl/prompts_per_s", "parquet/prompts_per_s"),
     "filtering": ("*/filtered_50_gated_auto/over_unfiltered",),
     "loading": ("model_mib", "fsdp2/shards/*", "fsdp2/whole/*", "zero3/shards/*", "zero3/whole/*"),

@@ -13,7 +13,7 @@ from examples.guess.guess import MAX_GUESSES, NUMBERS, Guess
 from examples.guess.problems import make_rows
 from streamrl.config.run_config import load_config
 from streamrl.environments.hosts.environment_host import load_user_class
-from streamrl.environments.interface import EpisodeSummary, Reply
+from streamrl.environments.interface import Reply
 from streamrl.messages import Prompt
 from tests.examples.turns import check_demonstrations
 
@@ -28,25 +28,23 @@ def start_game(number: int) -> Guess:
     return game
 
 
-def play_game(game: Guess, *guesses: str) -> tuple[list[str], list[float], float]:
-    """Return answers and rewards of the turns, and the score."""
+def play_game(game: Guess, *guesses: str) -> tuple[list[str], list[float]]:
+    """Return answers and rewards of the turns."""
     turns = [game.step(Reply(guess)) for guess in guesses]
-    rewards = [turn.reward for turn in turns]
-    score = game.score(EpisodeSummary([], rewards, "stop"))
-    return [str(turn.observation) for turn in turns], rewards, score
+    return [str(turn.observation) for turn in turns], [turn.reward for turn in turns]
 
 
 def test_answers_name_the_side_of_the_number_and_the_interval_that_is_left():
-    answers, rewards, score = play_game(start_game(40), "31", "47", "39", "40")
+    answers, rewards = play_game(start_game(40), "31", "47", "39", "40")
     assert answers == [">32-63", "<32-46", ">40-46", "="]
-    assert rewards == pytest.approx([2 * 31 / 64, 2 * 15 / 32, 2 * 7 / 15, 1.0])
-    assert score == pytest.approx(1 + sum(rewards) / 4)
+    evenness = [2 * 31 / 64, 2 * 15 / 32, 2 * 7 / 15]
+    assert rewards == pytest.approx([*(x / 6 for x in evenness), 1 + 3 / 6])
 
 
 @pytest.mark.parametrize("text", ["", "7", "007", "-1", "3x", " 31", "\u0663\u0661", "31\n"])
 def test_other_text_costs_a_guess(text: str):
     game = start_game(40)
-    assert play_game(game, text, "31")[:2] == (["?00-63", ">32-63"], [0.0, 2 * 31 / 64])
+    assert play_game(game, text, "31") == (["?00-63", ">32-63"], [0.0, 2 * 31 / 64 / 6])
     assert game.num_guesses == 2
 
 
@@ -70,11 +68,10 @@ def test_the_number_is_never_excluded_and_only_a_won_game_scores_1(number: int, 
         rewards.append(turn.reward)
         assert turn.done == (guess == number or count == MAX_GUESSES)
         assert number in game.left
-        assert 0 <= turn.reward <= 1
+        assert 0 <= turn.reward <= 2
         if turn.done:
             break
-    score = game.score(EpisodeSummary([], rewards, "stop"))
-    assert (score >= 1) == game.is_won == (number in guesses)
+    assert (sum(rewards) >= 1) == game.is_won == (number in guesses)
 
 
 def test_demonstrations_guess_within_the_interval_and_render_as_episodes_do():
@@ -95,7 +92,7 @@ def test_the_recipe_has_the_limits_of_the_game():
     assert config.environment.max_turns == MAX_GUESSES
     assert config.generator.max_new_tokens == training.MAX_NEW_TOKENS
     description = load_user_class(config.environment).description
-    assert description.has_score and not description.tools
+    assert description.has_state and not description.tools
     # All tokens of the longest game: guesses with EOS, and answers, which end with a newline.
     longest = MAX_GUESSES * training.MAX_NEW_TOKENS + (MAX_GUESSES - 1) * len(">32-63\n")
     assert config.environment.max_tokens >= longest
