@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from streamrl.messages import EPISODE_COLUMN, EPISODE_COLUMNS, ROLLOUT_COLUMNS
+from streamrl.messages import EPISODE_COLUMN, EPISODE_COLUMNS, ROLLOUT_COLUMNS, STATE_COLUMN
 
 
 class CallKind(Enum):
@@ -279,7 +279,7 @@ def build_dataflow(
 def _add_columns(call: ModelCall, episode_columns: Sequence[str]) -> ModelCall:
     """Return a call that also produces, or reads, the columns of episodes."""
     if call.stage == GENERATE_CALL.stage:
-        return replace(call, produces=(*call.produces, *episode_columns))
+        return replace(call, produces=(*call.produces, *episode_columns, STATE_COLUMN))
     if call.stage in (REWARD_CALL.stage, COST_CALL.stage):
         return replace(call, needs=(*call.needs, *episode_columns))
     return call

@@ -116,7 +116,6 @@ EPISODE_COLUMNS = (
     "num_turns",
     "turn_ends",
     "turn_rewards",
-    "turn_states",
     "turn_outcomes",
     "num_calls",
     "num_invalid_calls",
@@ -131,6 +130,8 @@ Samples of an episode follow each other in the order in which they were sampled.
 `loss_mask` true in one of them. Their finish reason and scores are those of the episode. Without
 the column each rollout is an episode.
 """
+STATE_COLUMN = "turn_states"
+"""Further column of episodes, which the rewards do not read: runs of earlier versions lack it."""
 TURN_COLUMN = "turn_ends"
 """Column that tells the turns of an episode apart."""
 TOKEN_SCORES = "token_scores"

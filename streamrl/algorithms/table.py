@@ -21,7 +21,7 @@ from streamrl.algorithms.algorithm import (
     LossAndClipped,
     TokenLossInput,
 )
-from streamrl.messages import TOKEN_SCORES, TURN_COLUMN
+from streamrl.messages import STATE_COLUMN, TOKEN_SCORES, TURN_COLUMN
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def episode_and_anchor(
     turns = adv.TurnSteps(columns[TURN_COLUMN])
     by_turn = adv.anchor_advantages(
         turns.sum_tokens(columns["token_rewards"]),
-        turns.select_first(columns["turn_states"]),
+        turns.select_first(columns[STATE_COLUMN]),
         ids,
         gamma=settings.gamma,
         scale=settings.advantage_scale,
@@ -395,7 +395,7 @@ ALGORITHM_SPECS = (
     variant(
         "gigpo",
         "Feng et al. 2025, GiGPO, arXiv:2505.10978",
-        columns=(*TOKEN_SCORE_COLUMNS, TURN_COLUMN, "turn_states"),
+        columns=(*TOKEN_SCORE_COLUMNS, TURN_COLUMN, STATE_COLUMN),
         advantages=episode_and_anchor,
         defaults={"gamma": 0.95, "loss_aggregation": "token-mean", "advantage_scale": "none"},
         params={"turn_weight": 1.0},

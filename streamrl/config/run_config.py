@@ -65,7 +65,7 @@ from streamrl.files.typed_settings import (
     prepare_settings,
     suggest_nearest,
 )
-from streamrl.messages import TOKEN_SCORES
+from streamrl.messages import STATE_COLUMN, TOKEN_SCORES
 from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.group_filter import FilterConfig
 from streamrl.rewards.interface.config import (
@@ -369,7 +369,7 @@ class RunConfig(ConfigSections):
     @property
     def reads_states(self) -> bool:
         """True if the algorithm compares turns in equal states of the environment."""
-        return "turn_states" in self.algorithm.spec.columns
+        return STATE_COLUMN in self.algorithm.spec.columns
 
     @property
     def capacity_groups(self) -> int:

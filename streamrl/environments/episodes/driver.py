@@ -52,6 +52,7 @@ from streamrl.files.hf_config import read_eos_token_ids
 from streamrl.messages import (
     EPISODE_COLUMN,
     ROLLOUT_TOKEN_COLUMNS,
+    STATE_COLUMN,
     TRUNCATIONS,
     Array,
     Columns,
@@ -149,7 +150,7 @@ class Episode:
 def episodes_to_columns(
     episodes: Sequence[Episode], *, may_split: bool = False
 ) -> dict[str, Array]:
-    """Concatenate the episodes of a group into ROLLOUT_COLUMNS and EPISODE_COLUMNS.
+    """Concatenate the episodes of a group into ROLLOUT_COLUMNS, EPISODE_COLUMNS and STATE_COLUMN.
 
     may_split: with EPISODE_COLUMN, as an episode may have several samples. Columns with an entry
     per rollout repeat those of an episode for each of its samples, except for lengths and turns.
@@ -168,7 +169,7 @@ def episodes_to_columns(
         "num_turns": np.array([len(sample.turn_ends) for sample in samples], np.int32),
         "turn_ends": np.array(turns, np.int32),
         "turn_rewards": np.array(rewards, np.float32),
-        "turn_states": np.array(states, np.int64),
+        STATE_COLUMN: np.array(states, np.int64),
         "turn_outcomes": np.array(outcomes, np.int8),
         "num_calls": np.repeat(calls, counts),
         "num_invalid_calls": np.repeat(invalid, counts),

@@ -10,6 +10,7 @@ from streamrl.messages import (
     EPISODE_COLUMN,
     EPISODE_COLUMNS,
     ROLLOUT_COLUMNS,
+    STATE_COLUMN,
     FinishReason,
     GroupInfo,
     TokenSource,
@@ -102,12 +103,12 @@ def test_samples_change_neither_turns_nor_limits_nor_what_is_trained(seed, max_t
     for name in ("token_ids", "generator_logprobs", "policy_version"):
         trained = [c[name][c["loss_mask"]].tolist() for c in (appended, columns)]
         assert trained[1] == trained[0]
-    for name in ("turn_rewards", "turn_outcomes", "conversations"):
+    for name in ("turn_rewards", "turn_states", "turn_outcomes", "conversations"):
         np.testing.assert_array_equal(columns[name], appended[name])
     firsts = np.unique(columns["episode"], return_index=True)[1]
     for name in ("finish_reason", "environment_scores", "num_calls"):
         np.testing.assert_array_equal(columns[name][firsts], appended[name])
-    assert appended.keys() == {*ROLLOUT_COLUMNS, *EPISODE_COLUMNS}
+    assert appended.keys() == {*ROLLOUT_COLUMNS, *EPISODE_COLUMNS, STATE_COLUMN}
     assert columns.keys() == {*appended, EPISODE_COLUMN}
     info = GroupInfo.from_columns(columns)
     check_column_sizes(measure_columns(columns), info)
