@@ -17,6 +17,7 @@ from streamrl.files.typed_settings import (
 )
 
 TRAINER_BACKENDS = ("deepspeed", "torch")
+MUON = "muon"
 TRAINER_DTYPES = ("auto", "float32", "bfloat16")
 ATTENTION_SETTINGS = ("auto", "eager")
 LR_SCHEDULES = ("constant", "linear", "cosine")
@@ -58,6 +59,10 @@ class TrainerConfig:
     #: ZeRO stage: 0 shards nothing (as backend torch), 1 optimizer state, 2 also gradients, 3 also
     #: parameters. Backend torch shards everything at 3 (FSDP2) and nothing below.
     zero_stage: Annotated[int, at_least(0, 3)] = 1
+    #: adamw, or muon: orthogonal updates of the matrices of the layers, AdamW for the rest. muon
+    #: needs whole matrices on each rank: backend torch, tensor_parallel 1, zero_stage below 3, no
+    #: LoRA.
+    optimizer: Annotated[str, one_of("adamw", MUON), FIXED_ON_RESUME] = "adamw"
     #: Peak learning rate.
     lr: Annotated[float, above(0)] = 1e-6
     #: Learning rate after the warm-up, over all training steps of the run: constant, or falling to
@@ -70,7 +75,7 @@ class TrainerConfig:
     #: Last training steps of the run, in which the rate falls, at most those after the warm-up;
     #: null is all of them.
     lr_decay_steps: Annotated[int | None, at_least(1)] = None
-    #: Weight decay of AdamW.
+    #: Weight decay, decoupled from the gradient.
     weight_decay: Annotated[float, at_least(0)] = 0.0
     #: Betas of AdamW.
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -148,6 +153,12 @@ class TrainerConfig:
             is_split and self.lora_rank,
             "tensor_parallel",
             "does not support LoRA; lora_rank must be 0",
+        )
+        has_parts = self.backend != "torch" or self.has_sharded_params or self.lora_rank
+        yield (
+            self.optimizer == MUON and has_parts,
+            "optimizer",
+            "needs whole matrices: backend=torch, tensor_parallel=1, zero_stage below 3, no LoRA",
         )
         yield from _list_size_conflicts(self, f"{self.section}.")
 

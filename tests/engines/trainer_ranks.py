@@ -371,6 +371,25 @@ def catch_message(kind: type[Exception], run: Callable[[], object]) -> str:
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
+def muon_updates(job: RankJob, layout: Layout) -> None:
+    """Run two steps with Muon, and the second again from the checkpoint of the first."""
+    folder = job.folder / f"muon-{layout.label}-{job.rank}"
+    trainer = job.trainer(layout, optimizer="muon")
+    results = [parameters_of(trainer)]
+    train_step(trainer, 1, layout.num_shares)
+    trainer.save_training_state(folder)
+    results.append(parameters_of(trainer))
+    train_step(trainer, 1, layout.num_shares)
+    results.append(parameters_of(trainer))
+    trainer.close()
+    trainer = job.trainer(layout, optimizer="muon")
+    trainer.load_training_state(job.folder / f"muon-{layout.label}-0")
+    results.append(parameters_of(trainer))
+    train_step(trainer, 1, layout.num_shares)
+    job.results[f"muon/{layout.label}"] = [*results, parameters_of(trainer)]
+    trainer.close()
+
+
 def skipped_updates(job: RankJob, layout: Layout) -> None:
     """Run steps without rollouts, then one with a non-finite gradient."""
     trainer = job.trainer(layout, warmup_steps=4)

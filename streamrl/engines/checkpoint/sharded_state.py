@@ -34,6 +34,7 @@ from streamrl.resharding.storage import view_piece
 
 PROGRESS_FILE = "trainer.json"
 VALUE_KIND, MOMENT_KINDS = "value", ("exp_avg", "exp_avg_sq")
+MUON_MOMENT_KINDS = ("momentum_buffer",)
 MAX_FILE_BYTES = 256 << 20
 """Size at which the next file of a checkpoint starts; bounds the memory that writing takes."""
 _SHARDS_KEY = "shards"
@@ -50,16 +51,17 @@ class ParameterFragment:
 
     `shard` says which elements of the full parameter these are. They lie in the flat
     `optimizer_tensor`, `shard.numel` elements from `offset` on. `is_copy` marks a replica of
-    elements that another rank saves.
+    elements that another rank saves. `moments`: names of the optimizer's moments of the tensor.
     """
 
     shard: TensorShard
     optimizer_tensor: Tensor
     offset: int = 0
     is_copy: bool = False
+    moments: tuple[str, ...] = MOMENT_KINDS
 
     def slice_block(self, block: Tensor) -> Tensor:
-        """Return the fragment's elements of a parameter or AdamW moment, [shard.numel].
+        """Return the fragment's elements of a parameter or moment, [shard.numel].
 
         `block` is a tensor laid out like `optimizer_tensor`.
         """
@@ -70,7 +72,8 @@ class ParameterFragment:
 class TrainerProgress:
     """Content of trainer.json: the progress of a saved trainer.
 
-    `num_updates` counts the trainer's updates; `step` is AdamW's step counter, 0 before the first.
+    `num_updates` counts the trainer's updates; `step` is the optimizer's counter, 0 before the
+    first.
     `adapters` describes the LoRA settings, which must be equal on loading.
     """
 
@@ -86,7 +89,7 @@ def save_state(
     fragments: Iterable[ParameterFragment],
     optimizer: torch.optim.Optimizer,
 ) -> int:
-    """Write a rank's shards of the parameters and of AdamW's moments into safetensors files.
+    """Write a rank's shards of the parameters and of their moments into safetensors files.
 
     Returns the number of steps that the optimizer has made, 0 before the first.
     """
@@ -113,7 +116,7 @@ def _copy_blocks(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield copies on the CPU of a fragment's parameter and moments, by kind and name."""
     state = optimizer.state.get(fragment.optimizer_tensor, {})
-    moments = {kind: state[kind] for kind in MOMENT_KINDS if kind in state}
+    moments = {kind: state[kind] for kind in fragment.moments if kind in state}
     for kind, block in {VALUE_KIND: fragment.optimizer_tensor, **moments}.items():
         elements = fragment.slice_block(block)
         yield f"{kind}/{fragment.shard.tensor}", elements.to("cpu", copy=True)
@@ -159,9 +162,9 @@ def load_state(
             state = optimizer.state[fragment.optimizer_tensor]
             if not state:
                 optimizer_tensor = fragment.optimizer_tensor.detach()
-                state |= {kind: torch.zeros_like(optimizer_tensor) for kind in MOMENT_KINDS}
+                state |= {kind: torch.zeros_like(optimizer_tensor) for kind in fragment.moments}
             state["step"] = torch.tensor(float(step), dtype=torch.float32)
-            for kind in MOMENT_KINDS:
+            for kind in fragment.moments:
                 files.fill_shard(kind, fragment.shard, fragment.slice_block(state[kind]))
         for _, tensor, shard in live_shards:
             files.fill_shard(VALUE_KIND, shard, tensor.detach().view(-1)[: shard.numel])

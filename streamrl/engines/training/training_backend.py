@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +21,11 @@ from transformers import PreTrainedModel
 
 from streamrl.distributed.devices import get_local_device, has_local_gpu
 from streamrl.distributed.process_group import leave_process_group
-from streamrl.engines.checkpoint.sharded_state import ParameterFragment
+from streamrl.engines.checkpoint.sharded_state import (
+    MOMENT_KINDS,
+    MUON_MOMENT_KINDS,
+    ParameterFragment,
+)
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.models.activation_checkpointing import iter_chunked_mlps
 from streamrl.engines.models.forward import iter_layers
@@ -32,7 +36,12 @@ from streamrl.engines.models.layer_offload import (
 )
 from streamrl.engines.models.stored_weights import StoredWeights
 from streamrl.engines.models.tensor_parallel import list_shared_norms, parallelize_layers
-from streamrl.engines.trainer_config import BUCKET_ELEMENTS, PARAMETER_SHARDING_STAGE, TrainerConfig
+from streamrl.engines.trainer_config import (
+    BUCKET_ELEMENTS,
+    MUON,
+    PARAMETER_SHARDING_STAGE,
+    TrainerConfig,
+)
 from streamrl.engines.training.optimizer_offload import iter_optimizer_tensors
 from streamrl.resharding.layouts import TensorShard, create_tensor_shard, create_whole_shard
 from streamrl.resharding.storage import ShardStorage, view_piece
@@ -40,6 +49,7 @@ from streamrl.resharding.tensor_specs import TensorSpec
 from streamrl.weights.parameters import group_for_fusion, order_for_fusion
 
 DP_DIM, TP_DIM = "data", "tensor"
+MATRIX_DIMS = 2
 CLIP_EPSILON = 1e-6
 """Added to the gradient norm before dividing by it, as torch's clip_grad_norm_ does."""
 
@@ -50,8 +60,8 @@ class TrainingBackend:
     forward: callable that runs the model's forward pass; calls may be collective.
     has_sharded_params: whether a rank holds only a shard of the parameters; `full_state` is then
     collective.
-    optimizer: AdamW over the `optimizer_tensor` of the fragments; its moments have the same layout.
-    Missing if no parameter is trained.
+    optimizer: AdamW or Muon over the `optimizer_tensor` of the fragments; its moments have the same
+    layout. Missing if no parameter is trained.
     """
 
     optimizer: torch.optim.Optimizer
@@ -400,6 +410,31 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
+class MuonOptimizer(torch.optim.Optimizer):
+    """Muon for matrices, and AdamW for all other parameters, as one optimizer.
+
+    The rate of a matrix is scaled so that its updates are as large as AdamW's, so both take the
+    same `lr`. Source: Jordan et al. 2024 (Muon); Liu et al. 2025, arXiv:2502.16982, equation 4.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], others: torch.optim.Optimizer) -> None:
+        settings = others.defaults
+        rate, decay = settings["lr"], settings["weight_decay"]
+        self._matrices, self._others = matrices, others
+        self._muon = torch.optim.Muon(
+            matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+        )
+        super().__init__([*others.param_groups, *self._muon.param_groups], {})
+        self.state = others.state = self._muon.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._muon.step()
+        self._others.step()
+        for matrix in self._matrices:
+            state = self.state[matrix]
+            state["step"] = state.get("step", torch.zeros(())) + 1
+
+
 def _make_flat_shard(name: str, parameter: Any) -> TensorShard | None:
     """Return this rank's range of a parameter that stage 3 shards; None if it has no element."""
     whole = create_whole_shard(name, tuple(parameter.ds_shape))
@@ -460,7 +495,22 @@ class TorchBackend(TrainingBackend):
         if self._has_copies:
             self._cast_module()
         if self._local_params:
-            self.optimizer = self._make_optimizer(self._local_params.values())
+            others = [p for name, p in self._local_params.items() if name not in self._matrices]
+            self.optimizer = self._make_optimizer(others)
+            if self._matrices:
+                self.optimizer = MuonOptimizer([*self._matrices.values()], self.optimizer)
+
+    @cached_property
+    def _matrices(self) -> dict[str, Tensor]:
+        """Parameters that Muon updates, by name: the matrices of the layers."""
+        if self._config.optimizer != MUON:
+            return {}
+        of_layers = {id(p) for layer in iter_layers(self.module) for p in layer.parameters()}
+        return {
+            name: self._local_params[name]
+            for name, parameter in self.trained_params.items()
+            if parameter.ndim == MATRIX_DIMS and id(parameter) in of_layers
+        }
 
     def _apply_fsdp(self) -> None:
         """Shard the parameters of the decoder layers and the rest over the data-parallel ranks."""
@@ -604,7 +654,9 @@ class TorchBackend(TrainingBackend):
             is_copy = is_dp_replica or (
                 is_tp_replica and _find_tp_dim(self.trained_params[name]) is None
             )
-            yield ParameterFragment(shard, self._local_params[name], is_copy=is_copy)
+            moments = MUON_MOMENT_KINDS if name in self._matrices else MOMENT_KINDS
+            local = self._local_params[name]
+            yield ParameterFragment(shard, local, is_copy=is_copy, moments=moments)
 
 
 def find_alias_view(

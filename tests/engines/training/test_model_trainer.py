@@ -327,6 +327,23 @@ def test_resume_restores_the_master_weights_of_any_stage(results, expected, stag
         assert num_updates == 2
 
 
+@parametrize_layouts("muon_updates", on=[ONE, TWO], quick=[TWO])
+def test_muon_makes_orthogonal_updates_of_matrices_and_resumes(results, layout):
+    for start, first, second, loaded, again in results[f"muon/{layout.label}"]:
+        matrices = [name for name in start if name.endswith("proj.weight")]
+        for name in matrices:
+            # As large as AdamW's: a fifth of the rate, times the root of the longer side.
+            scale = 0.2 * LR * max(start[name].shape) ** 0.5
+            sizes = torch.linalg.svdvals((start[name] - first[name]).double()) / scale
+            assert 0.6 < sizes[0] < 1.3 and sizes[1] > 0.5 * sizes[0], name
+        moved = (start["model.embed_tokens.weight"] - first["model.embed_tokens.weight"]).abs()
+        assert moved.max().item() == pytest.approx(LR, rel=0.01), "AdamW's first update"
+        assert len(matrices) >= 7
+        assert measure_max_difference(loaded, first) == 0
+        assert measure_max_difference(again, second) == 0
+        assert measure_max_difference(second, first) > 0
+
+
 @parametrize_layouts("skipped_updates", on=PAIRS, quick=[TWO, SHARDED])
 def test_steps_without_tokens_or_with_a_non_finite_gradient_skip_the_update(results, layout):
     """The learning rate follows the steps: two of two updates each, in a warm-up of four."""
