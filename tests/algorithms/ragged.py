@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 Batch = dict[str, Tensor]
-BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-5}
-"""How near a result has to be to that of plain loops over Python's floats."""
 LEFT, RIGHT = 1, 2
 """Positions that `wider` adds."""
 
@@ -89,37 +87,6 @@ def _with_more_padding(x: Tensor) -> Tensor:
     wide = torch.full(shape, math.nan if x.is_floating_point() else 1).to(x.dtype)
     wide[:, LEFT:-RIGHT] = x
     return wide
-
-
-def list_counted_rows(batch: Batch) -> list[dict[str, list[float]]]:
-    """Return the counted tokens of each row as Python numbers; values per row as a list of one."""
-    return [
-        {
-            name: (x[i][batch["loss_mask"][i]] if x.ndim > 1 else x[i : i + 1]).tolist()
-            for name, x in batch.items()
-        }
-        for i in range(len(batch["loss_mask"]))
-    ]
-
-
-def place_on_tokens(rows: Sequence[Sequence[float]], mask: Tensor) -> Tensor:
-    """Invert `list_counted_rows` for a name: float64 [B, T], 0 elsewhere."""
-    result = torch.zeros(mask.shape, dtype=torch.float64)
-    result[mask] = torch.tensor([x for row in rows for x in row], dtype=torch.float64)
-    return result
-
-
-def assert_equals_reference(result: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Assert the dtype of the input, and the values of the reference."""
-    assert result.dtype == dtype
-    torch.testing.assert_close(result.double(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
-
-
-def assert_equals_rows(
-    result: Tensor, rows: Sequence[Sequence[float]], mask: Tensor, dtype: torch.dtype
-) -> None:
-    """Assert that the counted tokens equal the reference of each row, and the others 0."""
-    assert_equals_reference(result, place_on_tokens(rows, mask), dtype)
 
 
 def assert_padding_has_no_effect(function: Callable[[Batch], Tensor], batch: Batch) -> None:

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.math.losses import critic_loss
 from streamrl.algorithms.math.training_metrics import summarize_critic
 from streamrl.dataflow import CRITIC
-from tests.algorithms.steps import derive_columns, make_step
 
 MASK = torch.tensor([[False, True, True, True]])
 BATCH = {
@@ -40,14 +38,3 @@ def test_critic_metrics_by_hand():
     expected = 1 - errors.var(correction=0).item() / (2 / 3)
     assert metrics["critic/explained_variance"] == pytest.approx(expected, rel=1e-5)
     assert summarize_critic({}, CRITIC) == {}
-
-
-def test_returns_are_rewards_to_go_under_lambda_1():
-    step = make_step()
-    config = AlgorithmConfig(name="ppo", params={"lam": 1.0}, whiten_advantages=False)
-    derived = derive_columns(config, step)
-    mask = step.columns["loss_mask"]
-    to_go = step.columns["token_scores"].flip(-1).cumsum(-1).flip(-1)
-    torch.testing.assert_close(derived["returns"], torch.where(mask, to_go, 0.0))
-    values = torch.where(mask, step.columns["values"], 0.0)
-    torch.testing.assert_close(derived["advantages"], derived["returns"] - values)

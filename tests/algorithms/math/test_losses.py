@@ -12,7 +12,6 @@ from streamrl.algorithms.math.losses import (
 )
 from streamrl.algorithms.math.tokens import probability_ratio
 from tests.algorithms import ragged
-from tests.algorithms.aggregate import aggregate_loss
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -59,28 +58,3 @@ def test_forbidden_tokens_do_not_affect_entropy_or_gradient():
     (gradient,) = torch.autograd.grad(entropy_from_logits(logits), logits)
     (expected,) = torch.autograd.grad(entropy_from_logits(without), without)
     torch.testing.assert_close(gradient, torch.cat([expected, torch.zeros(1)]))
-
-
-LOSSES = torch.tensor([[1.0, 2.0, 3.0, math.nan], [10.0, *[math.nan] * 3]])
-MASK = torch.tensor([[True, True, True, False], [True, False, False, False]])
-TURN_TOKENS = torch.tensor([[2, 2, 1, 1], [1, 1, 1, 1]])
-APART, TOGETHER = torch.tensor([5, 2]), torch.tensor([5, 5])
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected", "in_one_group"),
-    [
-        ("token-mean", (1 + 2 + 3 + 10) / 4, (1 + 2 + 3 + 10) / 4),
-        ("seq-mean-token-sum", (6 + 10) / 2, (6 + 10) / 2),
-        ("seq-mean-token-mean", (2 + 10) / 2, (2 + 10) / 2),
-        ("seq-mean-token-sum-norm", (6 + 10) / 2 / 8, (6 + 10) / 2 / 8),
-        ("prompt-mean", (2 + 10) / 2, 16 / 4),
-        ("turn-mean", (1.5 + 3 + 10) / 3, (1.5 + 3 + 10) / 3),
-    ],
-)
-def test_aggregate_by_hand_and_only_prompt_mean_depends_on_groups(mode, expected, in_one_group):
-    for group_ids, value in ((APART, expected), (TOGETHER, in_one_group)):
-        loss = aggregate_loss(
-            LOSSES, MASK, mode=mode, max_length=8, group_ids=group_ids, turn_tokens=TURN_TOKENS
-        )
-        assert loss.item() == pytest.approx(value)

@@ -16,45 +16,6 @@ from streamrl.algorithms.math.correction import (
 from tests.algorithms.ragged import BATCHES
 
 NAN = math.nan
-# Ratios 2, 1/2 and 8, with a tool's token between; and a row without a token.
-LOG_RATIO = torch.tensor([[2.0, 0.5, NAN, 8.0], [NAN] * 4]).log()
-MASK = torch.tensor([[True, True, False, True], [False] * 4])
-
-
-def kept_tokens(kind, level, **bounds):
-    result = rejection_mask(LOG_RATIO, MASK, kind=kind, level=level, **bounds)
-    assert result.dtype == torch.bool
-    assert not result[1].any()
-    return "".join("x" if counts else "." for counts in result[0].tolist())
-
-
-@pytest.mark.parametrize(
-    ("kind", "level", "lowest", "highest"),
-    [
-        # Ratios 2, 1/2 and 8: their product is 8, the geometric mean 2.
-        *(("k1", "sum", 8, 8), ("k1", "mean", 2, 2), ("k1", "max", 0.5, 8)),
-        # k2 is log^2 / 2: 0.240, 0.240 and 2.162.
-        *(("k2", "sum", None, 2.642), ("k2", "mean", None, 0.881), ("k2", "max", None, 2.162)),
-        # k3 is r - 1 - log r: 0.307, 0.193 and 4.921.
-        *(("k3", "sum", None, 5.421), ("k3", "mean", None, 1.807), ("k3", "max", None, 4.921)),
-    ],
-)
-def test_rejection_of_rollouts_by_hand(kind, level, lowest, highest):
-    assert kept_tokens(kind, level, high=highest + 0.002) == "xx.x"
-    assert kept_tokens(kind, level, high=highest - 0.002) == "...."
-    if lowest is not None:
-        assert kept_tokens(kind, level, low=lowest - 0.002) == "xx.x"
-        assert kept_tokens(kind, level, low=lowest + 0.002) == "...."
-
-
-def test_rejection_of_tokens_by_hand():
-    assert kept_tokens("k1", "token", low=0.6) == "x..x"
-    assert kept_tokens("k1", "token", high=3.0) == "xx.."
-    assert kept_tokens("k1", "token", low=0.6, high=3.0) == "x..."
-    assert kept_tokens("k2", "token", high=0.25) == "xx.."
-    assert kept_tokens("k2", "token", high=0.23) == "...."
-    assert kept_tokens("k3", "token", high=0.25) == ".x.."
-    assert kept_tokens("k3", "token", high=0.31) == "xx.."
 
 
 @pytest.mark.parametrize("level", REJECTION_LEVELS)
