@@ -417,12 +417,11 @@ def mask_far_tokens(settings: Any, rollouts: Rollouts, version: int) -> None:
         r.is_excluded |= bool(r.trained) and not any(t.near for t in r.trained)
 
 
-# Token losses: (tokens of a rollout, differentiated logprobs, those clipped against, settings) ->
-# loss and whether the gradient counts as clipped, per token.
+# Token losses: (token, differentiated logprob, that clipped against, settings) -> loss, and whether
+# the gradient counts as clipped. Those of a whole rollout take lists.
 
-Losses = list[tuple[float, bool]]
-Tokens = Sequence[Token]
 Numbers = Sequence[float]
+Losses = list[tuple[float, bool]]
 
 
 def is_outside(r: float, a: float, s: Any) -> bool:
@@ -434,15 +433,52 @@ def surrogate(r: float, a: float, s: Any) -> float:
     return min(loss, -s.dual_clip * a) if s.dual_clip is not None and a < 0 else loss
 
 
-def lose_clipped(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
-    ratios = [ratio(x - y) for x, y in zip(now, old, strict=True)]
-    return [
-        (surrogate(r, t.advantage, s), is_outside(r, t.advantage, s))
-        for t, r in zip(tokens, ratios, strict=True)
-    ]
+def lose_clipped(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    r = ratio(x - y)
+    return surrogate(r, t.advantage, s), is_outside(r, t.advantage, s)
 
 
-def lose_by_sequence(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
+def lose_weighted(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    weight = clamp(ratio(t.logprob - y), 1 - s.clip_low, 1 + s.clip_high)
+    return -weight * t.advantage * x, False
+
+
+def lose_softly(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    tau = s.params[f"temperature_{'positive' if t.advantage > 0 else 'negative'}"]
+    gate = 1 / (1 + math.exp(-tau * (ratio(x - y) - 1)))
+    return -t.advantage * gate * 4 / tau, False
+
+
+def lose_unchosen(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    return (0.0, True) if t.chosen else lose_clipped(t, x, y, s)
+
+
+def lose_with_penalty(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    penalty = s.params["covariance_coef"] * abs(x - y) if t.chosen else 0.0
+    return -t.advantage * ratio(x - y) + penalty, False
+
+
+def lose_by_variation(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    return lose_near(t, x, y, s, abs(math.exp(t.logprob) - math.exp(y)))
+
+
+def lose_by_divergence(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    p, q = math.exp(t.logprob), math.exp(y)
+    far = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return lose_near(t, x, y, s, far)
+
+
+def lose_near(t: Token, x: float, y: float, s: Any, far: float) -> tuple[float, bool]:
+    a = t.advantage
+    leaves = a * (t.logprob - y) > 0 and far > (s.clip_high if a > 0 else s.clip_low)
+    return -min(ratio(t.logprob - y), s.params["ratio_cap"]) * a * x * (not leaves), leaves
+
+
+def lose_score(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    return -t.advantage * x, False
+
+
+def lose_by_sequence(tokens: Sequence[Token], now: Numbers, old: Numbers, s: Any) -> Losses:
     middle = mean(t.logprob - y for t, y in zip(tokens, old, strict=True))
     result = []
     for t, x in zip(tokens, now, strict=True):
@@ -451,15 +487,7 @@ def lose_by_sequence(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Loss
     return result
 
 
-def lose_weighted(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
-    weights = [
-        clamp(ratio(t.logprob - y), 1 - s.clip_low, 1 + s.clip_high)
-        for t, y in zip(tokens, old, strict=True)
-    ]
-    return [(-w * t.advantage * x, False) for t, w, x in zip(tokens, weights, now, strict=True)]
-
-
-def lose_geometric(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
+def lose_geometric(tokens: Sequence[Token], now: Numbers, old: Numbers, s: Any) -> Losses:
     logs, clipped = [], []
     for t, x, y in zip(tokens, now, old, strict=True):
         sign = math.copysign(1, t.advantage) if t.advantage else 0
@@ -469,61 +497,25 @@ def lose_geometric(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses
     return [(loss, is_clipped) for is_clipped in clipped]
 
 
-def lose_softly(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
-    result = []
-    for t, x, y in zip(tokens, now, old, strict=True):
-        sign = "positive" if t.advantage > 0 else "negative"
-        tau = s.params[f"temperature_{sign}"]
-        gate = 1 / (1 + math.exp(-tau * (ratio(x - y) - 1)))
-        result.append((-t.advantage * gate * 4 / tau, False))
-    return result
-
-
-def lose_unchosen(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
-    plain = lose_clipped(tokens, now, old, s)
-    return [(0.0, True) if t.chosen else p for t, p in zip(tokens, plain, strict=True)]
-
-
-def lose_with_penalty(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
-    coef = s.params["covariance_coef"]
-    return [
-        (-t.advantage * ratio(x - y) + (coef * abs(x - y) if t.chosen else 0.0), False)
-        for t, x, y in zip(tokens, now, old, strict=True)
-    ]
-
-
-def lose_near(kind: str) -> Callable[[Tokens, Numbers, Numbers, Any], Losses]:
-    def lose(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
-        result = []
-        for t, x, y in zip(tokens, now, old, strict=True):
-            p, q, a = math.exp(t.logprob), math.exp(y), t.advantage
-            far = abs(p - q)
-            if kind == "kl":
-                far = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
-            leaves = a * (p - q) > 0 and far > (s.clip_high if a > 0 else s.clip_low)
-            weight = 0.0 if leaves else min(ratio(t.logprob - y), s.params["ratio_cap"])
-            result.append((-weight * a * x, leaves))
-        return result
-
-    return lose
-
-
-def lose_score(tokens: Tokens, now: Numbers, old: Numbers, s: Any) -> Losses:
-    return [(-t.advantage * x, False) for t, x in zip(tokens, now, strict=True)]
-
-
-TOKEN_LOSSES: dict[str, Callable[[Tokens, Numbers, Numbers, Any], Losses]] = {
-    "gspo": lose_by_sequence,
+OF_TOKENS: dict[str, Callable[[Token, float, float, Any], tuple[float, bool]]] = {
     "cispo": lose_weighted,
-    "gmpo": lose_geometric,
     "sapo": lose_softly,
     "clip_cov": lose_unchosen,
     "kl_cov": lose_with_penalty,
-    "dppo_tv": lose_near("tv"),
-    "dppo_kl": lose_near("kl"),
+    "dppo_tv": lose_by_variation,
+    "dppo_kl": lose_by_divergence,
     "gpg": lose_score,
 }
-"""Those that are not `lose_clipped`."""
+OF_ROLLOUTS = {"gspo": lose_by_sequence, "gmpo": lose_geometric}
+
+
+def lose_tokens(
+    name: str, tokens: Sequence[Token], now: Numbers, old: Numbers, settings: Any
+) -> Losses:
+    if name in OF_ROLLOUTS:
+        return OF_ROLLOUTS[name](tokens, now, old, settings)
+    lose = OF_TOKENS.get(name, lose_clipped)
+    return [lose(t, x, y, settings) for t, x, y in zip(tokens, now, old, strict=True)]
 
 
 # The loss of a step.
@@ -614,10 +606,10 @@ def make_loss(
 ) -> Callable[[Numbers, Numbers], float]:
     """Return the loss of a rollout as a function of logprobs and entropies."""
     weights, kept = judge(name, settings, r, version)
-    old, token_loss = list_old(settings, r, version), TOKEN_LOSSES.get(name, lose_clipped)
+    old = list_old(settings, r, version)
 
     def lose(now: Numbers, entropy: Numbers) -> float:
-        losses, total = token_loss(r.trained, now, old, settings), 0.0
+        losses, total = lose_tokens(name, r.trained, now, old, settings), 0.0
         for i, token in enumerate(r.trained):
             part = weights[i] * losses[i][0] - settings.entropy_coef * entropy[i]
             if settings.kl_coef and settings.kl_in == "loss":
@@ -653,9 +645,7 @@ def add_up(name: str, settings: Any, rollouts: Rollouts, version: int) -> dict[s
     for r in trained:
         weights, kept = judge(name, settings, r, version)
         now, xs = [t.logprob for t in r.trained], drift(r, settings, version)
-        losses = TOKEN_LOSSES.get(name, lose_clipped)(
-            r.trained, now, list_old(settings, r, version), settings
-        )
+        losses = lose_tokens(name, r.trained, now, list_old(settings, r, version), settings)
         sums["num_kept"] += sum(kept)
         sums["weight_sum"] += sum(w for w, k in zip(weights, kept, strict=True) if k)
         sums["clipped_sum"] += sum(c and k for (_, c), k in zip(losses, kept, strict=True))
