@@ -67,6 +67,9 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     "token_scores": ColumnSpec(
         "float32", ColumnAxis.TOKEN, "the same by token, where its parts fall; sums to scores"
     ),
+    "pass_rate": ColumnSpec(
+        "float32", ColumnAxis.GROUP, "share of right rollouts, for data.sampling=difficulty"
+    ),
     "answers": ColumnSpec(
         "int64", ColumnAxis.ROLLOUT, "equal for equal answers; 0 where there is none"
     ),
@@ -402,6 +405,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
     `version_tokens` counts the sampled tokens per policy_version, ascending by version.
     `num_turns` counts the turns of all rollouts; 0 for rollouts without an environment.
     `samples` counts the rollouts of each episode; () if each rollout is an episode.
+    `pass_rate` is the share of right rollouts; None before scoring and without its column.
     """
 
     lengths: tuple[int, ...]
@@ -409,6 +413,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
     version_tokens: tuple[tuple[int, int], ...]
     num_turns: int = 0
     samples: tuple[int, ...] = ()
+    pass_rate: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -512,6 +517,7 @@ class FilteredGroup:
     """Verdict of a stage that rejects a group, returned in place of columns."""
 
     reason: str
+    pass_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -521,6 +527,7 @@ class GroupOutcome:
     cause: str
     reason: str = ""
     filtered: bool = False
+    pass_rate: float | None = None
 
 
 class Experience(msgspec.Struct, frozen=True, eq=False):

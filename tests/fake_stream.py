@@ -2,13 +2,15 @@
 clock."""
 
 import asyncio
+import copy
 import itertools
 import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from hypothesis import strategies as st
 
@@ -28,6 +30,8 @@ from streamrl.buffer.micro_batch_schedule import UpdatePlan
 from streamrl.buffer.run_log import recover_run_log
 from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
+from streamrl.config.resume_checks import redraw_prompts
+from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import (
     CRITIC,
     EMA_REFERENCE,
@@ -167,7 +171,7 @@ class Stream:
         """Save a checkpoint between two steps, like RunPersistence."""
         self.disk.state = {
             "ledger": self.ledger.state_dict(),
-            "drawn": self.control.prompt_source.state_dict()["drawn"],
+            **copy.deepcopy(self.control.prompt_source.state_dict()),
             "trainers": {
                 role: (self.control.admission.version, trainer.weights)
                 for role, trainer in self.trainers.items()
@@ -254,16 +258,16 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         for log in disk.shards
     ]
     state = disk.state
-    trainers, prompts = make_trainers(plan), FakePrompts()
+    trainers, prompts = make_trainers(plan), FakePrompts(rows=plan.rows)
     if state is not None:
         for role, (version, weights) in state["trainers"].items():
             trainers[role].version, trainers[role].weights = version, weights
         prompts.drawn = state["drawn"]
+        if prompts.pass_rates is not None:
+            prompts.pass_rates.load_state_dict(state["pass_rates"])
     records = disk.books.records[disk.books_cut :]
     recovered = recover_run_log(records, state["ledger"] if state else None)
-    assert [prompt.uid for prompt in prompts.draw_prompts(len(recovered.drawn_uids))] == list(
-        recovered.drawn_uids
-    )
+    redraw_prompts(cast(PromptStream, prompts), recovered.stream_events, Path("run"))
     admission = AdmissionController(
         recovered.ledger,
         depth=lead,
@@ -288,6 +292,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
             ALGORITHMS["grpo"], AlgorithmConfig().to_settings(max_length=8, reward_weights={})
         ),
         prompts,
+        pass_rates=prompts.pass_rates,
         max_attempts=plan.max_attempts,
         should_readmit_failed=plan.readmits,
         max_filtered=plan.max_filtered,

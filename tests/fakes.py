@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
+from streamrl.data.pass_rates import PassRates
 from streamrl.errors import RewardError, ServiceOutageError, StreamError
 from streamrl.messages import (
     Array,
@@ -23,6 +24,7 @@ from streamrl.messages import (
     Prompt,
     columns_to_rollouts,
     make_uid,
+    parse_uid,
     rollouts_to_columns,
 )
 from streamrl.pipeline import hold_devices_per_group
@@ -76,6 +78,8 @@ class Plan:
     pull_s: float = 0.1
     fail_rate: float = 0.0
     filter_rate: float = 0.0
+    rows: int = 0
+    """Rows of the data, sampled by difficulty, with verdicts by uid; 0: endless prompts."""
     oversample: float | None = 1.0
     max_filtered: float = float("inf")
     max_dropped: float = float("inf")
@@ -131,19 +135,27 @@ def check_service(outages: Sequence[tuple[float, float]], error: StreamError) ->
 class FakePrompts:
     """Endless prompts of three tokens, which are also the code points of their message."""
 
-    def __init__(self, drawn: int = 0) -> None:
+    def __init__(self, drawn: int = 0, rows: int = 0) -> None:
         self.drawn = drawn
+        self._rows = rows
+        self.pass_rates = PassRates() if rows else None
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"drawn": self.drawn}
+        rates = self.pass_rates and self.pass_rates.state_dict()
+        return {"drawn": self.drawn, "pass_rates": rates}
 
     async def prefetch_prompts(self, count: int) -> None:
         pass
 
     def draw_prompts(self, count: int) -> list[Prompt]:
-        prompts = [self.get_prompt(make_uid(0, self.drawn + i)) for i in range(count)]
-        self.drawn += count
-        return prompts
+        return [next(self) for _ in range(count)]
+
+    def __next__(self) -> Prompt:
+        while True:
+            epoch, row = divmod(self.drawn, self._rows) if self._rows else (0, self.drawn)
+            self.drawn += 1
+            if self.pass_rates is None or self.pass_rates.is_chosen(seed=1, epoch=epoch, row=row):
+                return self.get_prompt(make_uid(epoch, row))
 
     @staticmethod
     def get_prompt(uid: str) -> Prompt:
@@ -291,9 +303,14 @@ class FakeScorer:
             return {"values": np.zeros(len(experience.columns["token_ids"]), np.float32)}
         if self._rng.random() < self._plan.fail_rate:
             return RewardError("the verifier is down")
-        if self._rng.random() < self._plan.filter_rate:
-            return FilteredGroup("all rewards are equal")
-        return {"scores": np.zeros(len(experience.columns["lengths"]), np.float32)}
+        scores = {"scores": np.zeros(len(experience.columns["lengths"]), np.float32)}
+        if not self._plan.rows:
+            is_filtered = self._rng.random() < self._plan.filter_rate
+            return FilteredGroup("all rewards are equal") if is_filtered else scores
+        pass_rate = 1.0 if parse_uid(experience.uid)[1] % 2 else 0.5  # odd rows are easy
+        if random.Random(experience.uid).random() < self._plan.filter_rate:
+            return FilteredGroup("all rewards are equal", pass_rate)
+        return scores | {"pass_rate": np.array([pass_rate], np.float32)}
 
 
 def make_manifest(version: int, num_bytes: int, probe: LogprobCheck | None) -> WeightManifest:

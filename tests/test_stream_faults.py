@@ -22,6 +22,7 @@ from tests.virtual_time import in_virtual_time
 FAULTS: dict[str, st.SearchStrategy[Any]] = {
     "shards": st.integers(1, 4),
     "filter_rate": st.sampled_from([0.0, 0.3]),
+    "rows": st.sampled_from([0, 0, 12, 100]),
     "oversample": st.sampled_from([1.0, 1.0, 3.0, None]),
     "duplicate_rate": st.sampled_from([0.0, 0.3]),
     "lost_rate": st.sampled_from([0.0, 0.1]),
@@ -122,6 +123,21 @@ def test_any_deaths_leave_every_prompt_trained_once_or_accounted_for(plan: Plan)
     if not plan.readmits and plan.on_stale == "wait" and plan.oversample == 1.0:
         epochs = {parse_uid(uid)[2] for o in stream.outcomes for uid in [g.uid for g in o.groups]}
         assert epochs <= {0}, "a prompt was readmitted without `readmits`"
+
+
+@pytest.mark.parametrize("crashes", [[], [9.0], [20.0, 7.0, 11.0]])
+def test_on_policy_draws_by_difficulty_survive_crashes_and_any_schedule(crashes: list[float]):
+    plan = Plan(steps=12, max_staleness=0, rows=12, filter_rate=0.4)
+    quick = replace(plan, seed=8, generators=3, scorers=2, generate_s=(0.0, 0.1), train_s=3.0)
+    uids = [
+        {group.uid for outcome in stream.outcomes for group in outcome.groups}
+        for stream in (run_virtual(run_stream(plan)), run_virtual(run_stream(quick)))
+    ]
+    streams = run_virtual(crash_and_resume(plan, crashes=crashes, every=4))
+    resumed = {g.uid for stream in streams for outcome in stream.outcomes for g in outcome.groups}
+    assert uids[0] == uids[1] == resumed
+    odd = sum(parse_uid(uid)[1] % 2 for uid in uids[0])
+    assert odd < len(uids[0]) / 3, "rows that always pass are drawn as often as others"
 
 
 async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> list[Stream]:

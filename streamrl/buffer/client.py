@@ -482,7 +482,8 @@ def _make_commit(lease: GroupLease, columns: Columns) -> ColumnCommit:
         check_samples(columns)
         info = GroupInfo.from_columns(columns)
         check_loss_mask(columns)
-    return ColumnCommit(lease, encode_columns(columns), sizes, info)
+    rate = float(columns["pass_rate"][0]) if "pass_rate" in columns else None
+    return ColumnCommit(lease, encode_columns(columns), sizes, info, rate)
 
 
 def _make_experience(grant: LeaseGrant, columns: Sequence[str]) -> Experience:

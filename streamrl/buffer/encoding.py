@@ -250,12 +250,14 @@ class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
     """Encoded columns that a stage commits for a leased group.
 
     `column_sizes`: entries of each column. `info` is None if the columns are not those of rollouts.
+    `pass_rate` is that of the scored group; None from other stages.
     """
 
     lease: GroupLease
     blob: Blob
     column_sizes: Mapping[str, int]
     info: GroupInfo | None = None
+    pass_rate: float | None = None
 
     @property
     def uid(self) -> str:
@@ -263,13 +265,18 @@ class ColumnCommit(msgspec.Struct, frozen=True, eq=False):
 
     def __reduce__(self) -> tuple[Any, ...]:
         message = to_message(self.blob)
-        return _unpickle_commit, (self.lease, message, self.column_sizes, self.info)
+        facts = (self.lease, message, self.column_sizes, self.info, self.pass_rate)
+        return _unpickle_commit, facts
 
 
 def _unpickle_commit(
-    lease: GroupLease, message: Any, column_sizes: Mapping[str, int], info: GroupInfo | None
+    lease: GroupLease,
+    message: Any,
+    column_sizes: Mapping[str, int],
+    info: GroupInfo | None,
+    pass_rate: float | None,
 ) -> ColumnCommit:
-    return ColumnCommit(lease, from_message(message), column_sizes, info)
+    return ColumnCommit(lease, from_message(message), column_sizes, info, pass_rate)
 
 
 class FinishedGroup(msgspec.Struct, frozen=True):

@@ -388,7 +388,10 @@ class ShardState:
         group = self.groups.get(meta["uid"])
         if group is None or group.outcome is not None:
             return []
-        group.info = group.info or msgspec.convert(meta["info"], GroupInfo | None)
+        info = msgspec.convert(meta["info"], GroupInfo | None)
+        # Scoring adds the pass rate; a concurrent commit of another stage does not know it.
+        if group.info is None or (info is not None and info.pass_rate is not None):
+            group.info = info
         num_bytes = count_blob_bytes(record.payload)
         columns = StageColumns(tuple(meta["names"]), num_bytes, data, location)
         group.drop_partial(meta["stage"])
@@ -416,7 +419,9 @@ class ShardState:
         if group is None or group.outcome is not None:
             return []
         names = ("cause", "reason", "filtered")
-        group.outcome = GroupOutcome(**{name: record.meta[name] for name in names})
+        facts = {name: record.meta[name] for name in names}
+        # Journals of earlier versions have no pass rates.
+        group.outcome = GroupOutcome(**facts, pass_rate=record.meta.get("pass_rate"))
         group.clear_progress()
         return [group]
 

@@ -247,6 +247,10 @@ class TrainedStep:
     groups: tuple[TrainedGroup, ...]
     schedules: Mapping[str, StepSchedule]
 
+    @property
+    def pass_rates(self) -> dict[str, float | None]:
+        return {group.uid: group.info.pass_rate for group in self.groups}
+
     def to_record(self) -> JournalRecord:
         """Encode the training step as a journal record: uids in JSON, the schedules compressed."""
         group_indices = {group.uid: i for i, group in enumerate(self.groups)}
@@ -346,12 +350,13 @@ class RunLog:
 
         ended: outcome of each group, by uid.
         readmitted: new uids of the readmitted prompts.
-        version: policy version at the readmission.
+        version: announced policy version, at which the prompts are readmitted.
 
         One append for both: a crash cannot separate the end of a group from its readmission.
         """
         records = [
-            _make_record("end", uid=uid, **asdict(outcome)) for uid, outcome in ended.items()
+            _make_record("end", uid=uid, version=version, **asdict(outcome))
+            for uid, outcome in ended.items()
         ]
         if readmitted:
             records.append(_make_record("admit", version=version, uids=list(readmitted)))
@@ -370,17 +375,34 @@ def _mark_finished(ledger: Ledger, uid: str, outcome: GroupOutcome) -> None:
 
 
 @dataclass(frozen=True)
+class StreamEvent:
+    """Prompts drawn from the data at a version, or pass rates of groups that ended at it.
+
+    pass_rates: by uid; None for a group without one.
+    """
+
+    version: int
+    drawn_uids: tuple[str, ...] = ()
+    pass_rates: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RecoveredRunLog:
     """State of a run, recovered from its checkpoint and run log.
 
     ledger: includes all changes up to the end of the log.
     steps_to_replay: by version, the steps trained since the checkpoint.
-    drawn_uids: prompts drawn from the data since the checkpoint.
+    stream_events: what the stream of prompts learned and yielded since the checkpoint, in order.
     """
 
     ledger: Ledger
     steps_to_replay: dict[int, TrainedStep]
-    drawn_uids: tuple[str, ...]
+    stream_events: tuple[StreamEvent, ...]
+
+    @property
+    def drawn_uids(self) -> tuple[str, ...]:
+        """Prompts drawn from the data since the checkpoint."""
+        return tuple(uid for event in self.stream_events for uid in event.drawn_uids)
 
 
 def recover_run_log(
@@ -393,17 +415,22 @@ def recover_run_log(
     """
     ledger = Ledger() if state is None else Ledger.from_state(state)
     steps: dict[int, TrainedStep] = {}
-    drawn: list[str] = []
+    events: list[StreamEvent] = []
     for record in records:
         meta = record.meta
         with _wrap_entry_errors():
             _apply_entry(ledger, meta)
             if meta["kind"] == "admit":
-                drawn += [uid for uid in meta["uids"] if parse_uid(uid)[2] == 0]
+                drawn = tuple(uid for uid in meta["uids"] if parse_uid(uid)[2] == 0)
+                events.append(StreamEvent(meta["version"], drawn))
+            elif meta["kind"] == "end" and meta.get("pass_rate") is not None:
+                rates = {meta["uid"]: meta["pass_rate"]}
+                events.append(StreamEvent(meta["version"], pass_rates=rates))
             elif meta["kind"] == "step":
                 step = TrainedStep.from_record(record)
                 steps[step.version] = step
-    return RecoveredRunLog(ledger, steps, tuple(drawn))
+                events.append(StreamEvent(step.version, pass_rates=step.pass_rates))
+    return RecoveredRunLog(ledger, steps, tuple(events))
 
 
 @contextlib.contextmanager

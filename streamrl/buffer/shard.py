@@ -795,7 +795,9 @@ class QueueShard:
         """End leased groups that the group filter rejected, and ignore inactive leases."""
         for lease, filtered in entries:
             if self._state.find_leased_group(lease) is not None:
-                outcome = GroupOutcome("filtered", filtered.reason, filtered=True)
+                outcome = GroupOutcome(
+                    "filtered", filtered.reason, filtered=True, pass_rate=filtered.pass_rate
+                )
                 self._post_records(transitions.make_finish_record(lease.uid, outcome))
 
     async def renew_leases(self, leases: Sequence[GroupLease]) -> list[GroupLease]:
@@ -1026,6 +1028,8 @@ def _get_group_info(commit: ColumnCommit, group: GroupState | None) -> GroupInfo
 
 def _to_commit_record(state: ShardState, commit: ColumnCommit) -> JournalRecord:
     info = _get_group_info(commit, state.groups.get(commit.lease.uid))
+    if info is not None and commit.pass_rate is not None:
+        info = structs.replace(info, pass_rate=commit.pass_rate)
     return transitions.make_commit_record(
         commit.uid,
         commit.lease.stage,

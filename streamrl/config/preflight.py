@@ -19,6 +19,7 @@ from streamrl.config.role_counts import (
     with_placement_mode,
 )
 from streamrl.config.run_config import RunConfig, find_colocation_conflict
+from streamrl.data.pass_rates import PassRates
 from streamrl.data.pretrain_texts import load_texts
 from streamrl.data.prompt_file import (
     LazyTokenizer,
@@ -142,7 +143,13 @@ def prepare_run(
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
         check_worker_memory(config, on_gpu=has_local_gpu())
     return PreparedRun(
-        prompts=PromptStream(train, seed=config.run.seed, shuffle=config.data.shuffle),
+        prompts=PromptStream(
+            train,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            curriculum=config.data.curriculum,
+            pass_rates=PassRates() if config.data.sampling == "difficulty" else None,
+        ),
         eval_prompts=eval_prompts,
         max_length=max_length,
         model_bytes={

@@ -16,6 +16,7 @@ from streamrl.buffer.encoding import decode_prompt, get_shard_index
 from streamrl.buffer.group import ShardState
 from streamrl.buffer.run_log import (
     RecoveredRunLog,
+    StreamEvent,
     TrainedStep,
     check_checkpoint,
     read_log,
@@ -54,19 +55,25 @@ def load_run_log(run_dir: Path, state: Mapping[str, Any] | None) -> RecoveredRun
     return recover_run_log(records, ledger)
 
 
-def redraw_prompts(prompts: PromptStream, drawn: Sequence[str], run_dir: Path) -> None:
+def redraw_prompts(prompts: PromptStream, events: Sequence[StreamEvent], run_dir: Path) -> None:
     """Advance the prompt stream past the prompts drawn since the checkpoint, and check them.
 
     `check_resume` does so with a copy of the stream before anything starts.
 
-    drawn: uids of those prompts in the run log, in order. Raises JournalError if the data now
-    yields different prompts.
+    events: draws and results in the run log, in order. Raises JournalError if the data now yields
+    different prompts.
     """
-    redrawn = [prompt.uid for prompt in prompts.draw_prompts(len(drawn))]
-    if redrawn != list(drawn):
-        old, new = next(pair for pair in zip(drawn, redrawn, strict=True) if pair[0] != pair[1])
-        folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
-        raise JournalError(f"{folder}: prompt {old} was admitted, but the data now yields {new}")
+    for event in events:
+        if prompts.pass_rates is not None:
+            prompts.pass_rates.record_results(event.version, event.pass_rates)
+            if event.drawn_uids:
+                prompts.pass_rates.advance_version(event.version)
+        for old in event.drawn_uids:
+            if (new := next(prompts).uid) != old:
+                folder = get_journal_dir(run_dir, RUN_LOG_FOLDER)
+                raise JournalError(
+                    f"{folder}: prompt {old} was admitted, but the data now yields {new}"
+                )
 
 
 def check_resume(
@@ -128,7 +135,7 @@ def _check_queue(
         run_log = load_run_log(resume.run_dir, state)
         replayed = copy.copy(prompts)
         replayed.take_skipped()  # the run counts skipped rows again when it draws them
-        redraw_prompts(replayed, run_log.drawn_uids, resume.run_dir)
+        redraw_prompts(replayed, run_log.stream_events, resume.run_dir)
         steps = run_log.steps_to_replay.values()
     elif state is not None:
         Ledger.from_state(state["ledger"])

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import split_reference
 from streamrl.files.typed_settings import (
+    FIXED_ON_RESUME,
     above,
     at_least,
     one_of,
@@ -78,6 +79,11 @@ class DataConfig:
     eval: evaluation prompts in the same form, without weights; may be empty.
     pretrain: file of texts (column `text`) for algorithm.ptx_coef; may be empty.
     shuffle: train in a new order every epoch (true), or in file order (false).
+    curriculum: column with a number, such as a difficulty, by which each epoch goes from low to
+        high, ties in the order of shuffle; empty: none.
+    sampling: uniform: every row once per epoch; difficulty: a row with chance 4 p (1 - p) per
+        epoch, for its running pass rate p, 1/2 at first; half of a result's weight is lost in 32
+        versions.
     max_prompt_tokens: limit of a rendered prompt; null: all tokens that the completion leaves.
     on_long_prompt: action on a longer prompt: error, or skip the row.
     chat_template_kwargs: extra arguments of chat templates, e.g. enable_thinking: false; a column
@@ -88,6 +94,8 @@ class DataConfig:
     eval: Any = ""
     pretrain: str = ""
     shuffle: bool = True
+    curriculum: Annotated[str, FIXED_ON_RESUME] = ""
+    sampling: Annotated[str, one_of("uniform", "difficulty"), FIXED_ON_RESUME] = "uniform"
     max_prompt_tokens: Annotated[int | None, at_least(1)] = None
     on_long_prompt: Annotated[str, one_of("error", "skip")] = "error"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

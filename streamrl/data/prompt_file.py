@@ -163,6 +163,27 @@ class PromptFile:
                 for (_, index, _), row in zip(read, parsed, strict=True)
             ]
 
+    def read_numbers(self, column: str, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the numbers in a column, or key of extra_info, of the rows with these uid indices.
+
+        Raises ConfigError for a row without a finite number there.
+        """
+        numbers = array("d")
+        rows = np.searchsorted(self.indices, indices)
+        for first in range(0, len(rows), RENDER_BATCH_ROWS):
+            read = self.table.read_rows(rows[first : first + RENDER_BATCH_ROWS].tolist())
+            for place, _, record in read:
+                fields = record if isinstance(record, dict) else {}
+                extra = fields.get("extra_info")
+                value = fields.get(column, extra.get(column) if isinstance(extra, dict) else None)
+                if not isinstance(value, int | float) or not math.isfinite(value):
+                    raise ConfigError(
+                        f"{place}: data.curriculum={column}: the column must be a finite number in"
+                        f" every row, is {value!r}"
+                    )
+                numbers.append(value)
+        return np.array(numbers)
+
     @cached_property
     def _template_and_filter(self) -> tuple[ChatTemplate, PromptFilter]:
         file = self.file

@@ -5,10 +5,12 @@
     rows of file 1, in order --> read, render, check, some batches ahead --+
 
 The order is a pure function of the rows, the seed and the shuffle flag. The position of the stream
-is two counts per file: rows drawn, and prompts obtained from them.
+is two counts per file: rows drawn, and prompts obtained from them. With `data.sampling=difficulty`
+the stream also skips rows by their running pass rates, which are part of its state.
 """
 
 import asyncio
+import copy
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from streamrl.data.pass_rates import PassRates
 from streamrl.data.prompt_file import (
     COLUMNS_MARK,
     ClassifiedRow,
@@ -63,13 +66,28 @@ class PromptStream(Iterator[Prompt]):
     Each file has its own epochs, shuffled by (seed, file, epoch). A prompt has uid (epoch, index,
     0). Rows without a prompt are skipped and reported by `take_skipped`; if a file's share of
     unusable rows exceeds MAX_BAD_SHARE, drawing raises DataError. A thread per file prefetches
-    rows.
+    rows. curriculum: column of numbers by which each epoch is sorted, ties in the shuffled order;
+    ConfigError for a row without one. pass_rates: rates by which an epoch skips rows that are too
+    easy or too hard.
     """
 
-    def __init__(self, data: TrainingFiles, *, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        data: TrainingFiles,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        curriculum: str = "",
+        pass_rates: PassRates | None = None,
+    ) -> None:
+        self.pass_rates = pass_rates
         self._data = data
         self._seed = seed
         self._shuffle = shuffle
+        self._levels = [
+            file.prompt_file.read_numbers(curriculum, file.row_indices) if curriculum else None
+            for file in data.files
+        ]
         self._skipped = SkippedRows()
         zeros = (0,) * len(data.files)
         self._set_position(StreamPosition(zeros, zeros))
@@ -125,7 +143,12 @@ class PromptStream(Iterator[Prompt]):
             iter_classified_rows(
                 file,
                 iter_row_batches(
-                    file.row_indices, first, part=i, seed=self._seed, shuffle=self._shuffle
+                    file.row_indices,
+                    first,
+                    part=i,
+                    seed=self._seed,
+                    shuffle=self._shuffle,
+                    levels=self._levels[i],
                 ),
             )
             for i, (file, first) in enumerate(zip(files, start.num_drawn, strict=True))
@@ -137,12 +160,18 @@ class PromptStream(Iterator[Prompt]):
                 if row.status is not RowStatus.KEPT:
                     skipped.append(row)
                 bad_rows[i].check_row(row)
-                if row.prompt is not None:
+                if row.prompt is not None and self._is_chosen(epoch, row.prompt):
                     num_prompts[i] += 1
                     uid = make_uid(epoch, parse_uid(row.prompt.uid)[1])
                     position = StreamPosition(tuple(num_drawn), tuple(num_prompts))
                     yield DrawnPrompt(replace(row.prompt, uid=uid), position, tuple(skipped))
                     break
+
+    def _is_chosen(self, epoch: int, prompt: Prompt) -> bool:
+        row = parse_uid(prompt.uid)[1]
+        return self.pass_rates is None or self.pass_rates.is_chosen(
+            seed=self._seed, epoch=epoch, row=row
+        )
 
     def take_skipped(self) -> "SkippedRows":
         """Return counts of the rows skipped since the last call, and reset them."""
@@ -181,7 +210,8 @@ class PromptStream(Iterator[Prompt]):
 
     def state_dict(self) -> dict[str, Any]:
         drawn, given = self._position.num_drawn, self._position.num_prompts
-        return {"drawn": list(drawn), "given": list(given), **self._stream_identity}
+        rates = {} if self.pass_rates is None else {"pass_rates": self.pass_rates.state_dict()}
+        return {"drawn": list(drawn), "given": list(given), **self._stream_identity, **rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the stream that wrote `state` stopped.
@@ -198,10 +228,13 @@ class PromptStream(Iterator[Prompt]):
                     f" {state[name]} in the "
                     f"checkpoint and is {now} now; restore it, or start a new run"
                 )
+        if self.pass_rates is not None:
+            self.pass_rates.load_state_dict(state["pass_rates"])
         self._set_position(StreamPosition(tuple(state["drawn"]), tuple(state["given"])))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_source": None, "_prefetched": deque()}
+        rates = copy.deepcopy(self.pass_rates)  # a copy draws without the original's results
+        return {**vars(self), "_source": None, "_prefetched": deque(), "pass_rates": rates}
 
 
 _IDENTITY_TEXTS = {
@@ -240,21 +273,31 @@ class SkippedRows:
 
 
 def iter_row_batches(
-    indices: NDArray[np.int64], start: int, *, part: int, seed: int, shuffle: bool
+    indices: NDArray[np.int64],
+    start: int,
+    *,
+    part: int,
+    seed: int,
+    shuffle: bool,
+    levels: NDArray[np.float64] | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield batches of (epoch, uid index) of a file's rows, after `start` rows since epoch 0.
 
-    part: number of the file; seeds its shuffle. A batch is within an epoch.
+    part: number of the file; seeds its shuffle. A batch is within an epoch. levels: numbers by
+    which an epoch is sorted, in the order of `indices`.
     """
     epoch, position = divmod(start, len(indices))
     while True:
-        order = indices
+        order = np.arange(len(indices))
         if shuffle:
             # numpy guarantees the raw stream of a bit generator, not `Generator.permutation`.
             random = np.random.PCG64(np.random.SeedSequence([seed, epoch, part]))
-            order = indices[np.argsort(random.random_raw(len(indices)), kind="stable")]
+            order = np.argsort(random.random_raw(len(indices)), kind="stable")
+        if levels is not None:
+            order = order[np.argsort(levels[order], kind="stable")]
         for first in range(position, len(indices), FETCH_BATCH_ROWS):
-            yield [(epoch, index) for index in order[first : first + FETCH_BATCH_ROWS].tolist()]
+            end = first + FETCH_BATCH_ROWS
+            yield [(epoch, index) for index in indices[order[first:end]].tolist()]
         epoch, position = epoch + 1, 0
 
 

@@ -256,7 +256,8 @@ class RewardScorer:
 
     group_filter: applies to groups of the stream, not to groups of an evaluation. recording: which
     scored groups are kept for `rollouts/`. makes_token_scores: a group of which a part of a score
-    falls elsewhere than on the last token gets column `token_scores`.
+    falls elsewhere than on the last token gets column `token_scores`. makes_pass_rate: groups get
+    column `pass_rate`, and verdicts of the filter have it.
     """
 
     def __init__(
@@ -267,8 +268,10 @@ class RewardScorer:
         recording: RolloutConfig,
         *,
         makes_token_scores: bool = False,
+        makes_pass_rate: bool = False,
     ) -> None:
         self._makes_token_scores = makes_token_scores
+        self._makes_pass_rate = makes_pass_rate
         self._reward_set = rewards
         self._tokenizer = tokenizer
         self._group_filter = group_filter
@@ -312,7 +315,7 @@ class RewardScorer:
         # Groups of an evaluation come without a lease.
         if not experience.lease.token:
             return {**columns, "answers": hash_answers(group_result)}
-        self._reward_set.count_prompt(group_result)
+        pass_rate = self._reward_set.count_prompt(group_result)
         reasons = experience.columns["finish_reason"]
         ends = {"finish_reason": reasons[find_first_samples(count_samples(experience.columns))]}
         try:
@@ -321,10 +324,12 @@ class RewardScorer:
         except RewardError as error:
             return error
         if reason:
-            return FilteredGroup(reason)
+            return FilteredGroup(reason, pass_rate if self._makes_pass_rate else None)
         if self._recording.every and self._num_recorded < MAX_RECORDED_CHARACTERS:
             self._record_group(experience, completions, group_result, token_scores)
-        made = token_scores if self._makes_token_scores else {}
+        made = dict(token_scores) if self._makes_token_scores else {}
+        if self._makes_pass_rate:
+            made["pass_rate"] = np.array([pass_rate], np.float32)
         return {**_repeat_per_rollout(columns, experience), **made}
 
     def _place_scores(

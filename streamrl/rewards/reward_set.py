@@ -211,10 +211,11 @@ class RewardSet:
             add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
         return GroupRewardResult(components, totals, passes_gates)
 
-    def count_prompt(self, group_result: GroupRewardResult) -> None:
+    def count_prompt(self, group_result: GroupRewardResult) -> float:
         """Add a prompt to the means of prompts whose completions are all right, or all wrong.
 
-        A completion is right if every component with a weight or a gate passes it or abstains.
+        Returns the share of right completions, 0 without any. A completion is right if every
+        component with a weight or a gate passes it or abstains.
         """
         counted = [
             group_result.components[component.name]
@@ -227,6 +228,7 @@ class RewardSet:
         ]
         self._extra_metrics.add("rollout/all_right_frac", bool(rights) and all(rights))
         self._extra_metrics.add("rollout/all_wrong_frac", bool(rights) and not any(rights))
+        return sum(rights) / max(len(rights), 1)
 
     def place_scores(
         self,

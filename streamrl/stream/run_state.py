@@ -12,6 +12,7 @@ from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
 from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import OversamplingController
+from streamrl.data.pass_rates import PassRates
 from streamrl.dataflow import FILTER_COLUMN
 from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, ServiceOutageError
 from streamrl.files.typed_settings import FIXED_ON_RESUME, above, at_least, one_of
@@ -99,6 +100,8 @@ class RunState:
     publisher: WeightPublisher
     adaptive_params: AdaptiveParams
     prompt_source: PromptSource
+    pass_rates: PassRates | None = None
+    """Pass rates by which `prompt_source` draws; None if it draws every row."""
     max_attempts: int = 3
     should_readmit_failed: bool = False
     max_filtered: float = float("inf")
@@ -205,9 +208,12 @@ class RunState:
             credit = self.admission.num_credits
             readmitted, self.surplus_uids = self.surplus_uids[:credit], self.surplus_uids[credit:]
             prompts = [self.prompt_source.get_prompt(make_retry_uid(uid)) for uid in readmitted]
-            await self.prompt_source.prefetch_prompts(credit - len(readmitted))
-            prompts += self.prompt_source.draw_prompts(credit - len(readmitted))
-            uids, version = [prompt.uid for prompt in prompts], self.admission.announced_version
+            version, num_drawn = self.admission.announced_version, credit - len(readmitted)
+            if num_drawn and self.pass_rates is not None:
+                self.pass_rates.advance_version(version)
+            await self.prompt_source.prefetch_prompts(num_drawn)
+            prompts += self.prompt_source.draw_prompts(num_drawn)
+            uids = [prompt.uid for prompt in prompts]
             self._expect_groups(uids, version)
             if uids:
                 await self.run_log.record_admissions(uids, version)
@@ -280,6 +286,9 @@ class RunState:
             prompts = [self.prompt_source.get_prompt(make_retry_uid(uid)) for uid in readmitted]
             uids, version = [prompt.uid for prompt in prompts], self.admission.announced_version
             await self.run_log.record_finished(ended, readmitted=uids, version=version)
+            if self.pass_rates is not None:
+                rates = {uid: outcome.pass_rate for uid, outcome in ended.items()}
+                self.pass_rates.record_results(version, rates)
             for uid, outcome in ended.items():
                 self.assembler.drop_group(uid)
                 self.on_group_finished(uid, outcome)

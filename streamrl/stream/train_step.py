@@ -258,6 +258,8 @@ async def train_step(
         step = recorded or TrainedStep(version, run_state.assembler.finish_step(), schedules)
         results = {role: runner.result for role, runner in runners.items()}
         await run_state.run_log.record_step(step)
+        if recorded is None and run_state.pass_rates is not None:
+            run_state.pass_rates.record_results(version, step.pass_rates)
         run_state.oversampling.remove_groups(group.uid for group in step.groups)
         run_state.has_partial_update = False
         # Log first: no generator may sample from a version that a crash could still lose.

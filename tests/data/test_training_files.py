@@ -12,6 +12,7 @@ import pytest
 from streamrl.data import indexed_table as table
 from streamrl.data import prompt_file
 from streamrl.data.config import parse_data_files
+from streamrl.data.pass_rates import PassRates
 from streamrl.data.pretrain_texts import TextStream, load_texts
 from streamrl.data.prompt_file import PromptLimits, TrainingFiles, open_training_files
 from streamrl.data.prompt_stream import PromptStream
@@ -223,3 +224,43 @@ def test_a_batch_depends_only_on_seed_and_number():
     assert TextStream(TEXTS, seed=1).get_batch(7, 3) == TextStream(TEXTS, seed=1).get_batch(7, 3)
     batches = {tuple(TextStream(TEXTS, seed=seed).get_batch(0, 5)) for seed in range(10)}
     assert len(batches) > 1
+
+
+def test_a_curriculum_sorts_each_epoch_by_its_column(tokenizer, write_rows):
+    rows = [row | {"level": 50 - i // 10} for i, row in enumerate(numbered(30))]
+    data = open_rows(write_rows(*rows), tokenizer=tokenizer)
+    stream = stream_of(data, curriculum="level")
+    epochs = [[prompt.ground_truth for prompt in stream.draw_prompts(30)] for _ in range(2)]
+    for answers in epochs:
+        levels = [50 - int(answer) // 10 for answer in answers]
+        assert levels == sorted(levels), "not from easy to hard"
+        assert sorted(answers) == sorted(map(str, range(30)))
+    assert epochs[0] != epochs[1], "rows of a level in the same order in each epoch"
+    with pytest.raises(ConfigError, match=r"data.curriculum=levle: the column must be a finite"):
+        stream_of(data, curriculum="levle")
+
+
+def test_a_stream_by_difficulty_resumes_with_its_rates_and_keeps_the_files_shares(
+    tokenizer, write_rows
+):
+    weighted = [
+        {"path": write_rows(*numbered(size), name=name), "weight": weight}
+        for name, size, weight in (("a.jsonl", 40, 1), ("b.jsonl", 20, 3))
+    ]
+    data = open_rows(*weighted, tokenizer=tokenizer)
+    stream = stream_of(data, pass_rates=PassRates())
+    assert stream.pass_rates is not None
+    first = stream.draw_prompts(80)
+    stream.pass_rates.record_results(0, {p.uid: float(int(p.ground_truth) % 2) for p in first})
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = stream_of(data, pass_rates=PassRates())
+    resumed.load_state_dict(state)
+    uids = []
+    for each in (stream, resumed):
+        assert each.pass_rates is not None
+        each.pass_rates.advance_version(1)
+        uids.append([prompt.uid for prompt in each.draw_prompts(200)])
+    assert uids[0] == uids[1]
+    plain = [prompt.uid for prompt in stream_of(data).draw_prompts(280)][80:]
+    assert uids[0] != plain, "results without an effect"
+    assert sum(int(uid.split(":")[1]) >= 40 for uid in uids[0]) == pytest.approx(150, abs=1)

@@ -38,6 +38,7 @@ from streamrl.algorithms.adaptive_params import AdaptiveParams
 from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAssembler
 from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import OversamplingController
+from streamrl.data.pass_rates import PassRates
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
 from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
@@ -188,6 +189,7 @@ class CoordinatorActor(PingableActor):
             publisher,
             self._adaptive_params,
             self._prompts,
+            pass_rates=self._prompts.pass_rates,
             max_attempts=config.queue.max_attempts,
             should_readmit_failed=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,
@@ -348,6 +350,7 @@ class CoordinatorActor(PingableActor):
         for problem in skipped.problems:
             self._driver_events.post_event("bad_row", reason=problem)
         row |= skipped.metrics
+        row |= (self._prompts.pass_rates or PassRates()).metrics
         self._step_reporter.add_step(outcome, {**row, **evaluation})
         if outcome.is_repeated and not self._run_state.run_log.steps_to_replay:
             await self._wait_until_reported()

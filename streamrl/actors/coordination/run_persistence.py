@@ -72,8 +72,7 @@ class RunPersistence:
             ledger = Ledger() if state is None else Ledger.from_state(state["ledger"])
             return RunLog(ledger, RecordLog())
         loaded = load_run_log(self._run_dir, state)
-        await prompts.prefetch_prompts(len(loaded.drawn_uids))
-        redraw_prompts(prompts, loaded.drawn_uids, self._run_dir)
+        await asyncio.to_thread(redraw_prompts, prompts, loaded.stream_events, self._run_dir)
         folder = get_journal_dir(self._run_dir, RUN_LOG_FOLDER)
         first_segment = state["cuts"][RUN_LOG_FOLDER] if state is not None else 0
         self._journal = Journal(folder, self._config.queue.journal, first=max(first_segment, 1))
