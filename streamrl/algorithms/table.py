@@ -92,7 +92,9 @@ def turn_relative(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSett
     turns = adv.TurnSteps(columns[TURN_COLUMN])
     rewards = turns.sum_tokens(columns["token_rewards"])
     gamma, scale = settings.gamma, settings.advantage_scale
-    return turns.spread(adv.turn_relative_advantages(rewards, ids, gamma=gamma, scale=scale))
+    return turns.spread(
+        adv.turn_relative_advantages(rewards, turns.mask, ids, gamma=gamma, scale=scale)
+    )
 
 
 def episode_and_anchor(

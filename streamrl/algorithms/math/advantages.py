@@ -240,12 +240,18 @@ class TurnSteps:
 
 
 def turn_relative_advantages(
-    turn_rewards: Tensor, group_ids: Tensor, *, gamma: float, scale: str = "none"
+    turn_rewards: Tensor,
+    turn_mask: Tensor,
+    group_ids: Tensor,
+    *,
+    gamma: float,
+    scale: str = "none",
 ) -> Tensor:
     """Return the return from each turn on minus the group's mean return from that turn on: [B, K].
 
-    `turn_rewards` [B, K] are 0 after the end of an episode, and an episode that has ended counts
-    with a return of 0. So the baseline of a turn is the same whether or not an episode reaches it.
+    `turn_rewards` and `turn_mask` [B, K] are 0 and false after the end of an episode, and an
+    episode that has ended counts with a return of 0. So the baseline of a turn is the same whether
+    or not an episode reaches it. Turns that no episode of a group reaches count nowhere.
     A mean over the episodes that still run is not offered: which of them run depends on the actions
     before, and the sum of rewards normalized in this way rewards or punishes each further turn.
     `scale` as in `group_relative_advantages`. Source: Shao et al. 2024 (DeepSeekMath), section
@@ -257,8 +263,11 @@ def turn_relative_advantages(
     num_turns = returns.shape[1]
     _, group_index = torch.unique(group_ids, return_inverse=True)
     ids = group_index[:, None] * num_turns + torch.arange(num_turns, device=group_index.device)
-    advantages = group_relative_advantages(returns.flatten(), ids.flatten(), scale=scale)
-    return advantages.view_as(returns)
+    advantages, is_reached = torch.zeros_like(returns), torch.isin(ids, ids[turn_mask])
+    advantages[is_reached] = group_relative_advantages(
+        returns[is_reached], ids[is_reached], scale=scale
+    )
+    return advantages
 
 
 def anchor_advantages(

@@ -1,5 +1,7 @@
 """Credit by turn: returns, generalized advantages and baselines of groups, by hand."""
 
+from statistics import stdev
+
 import pytest
 import torch
 
@@ -79,10 +81,19 @@ def test_an_ended_episode_counts_0_in_the_baseline_of_a_turn():
     # Returns by turn: 1 + 4, 4 and 2, 0; means 3.5 and 2.
     derived = derive(name="grpo_turn")
     torch.testing.assert_close(derived["advantages"], spread(1.5, 2, -1.5))
-    discounted = turn_relative_advantages(
-        torch.tensor([[1.0, 4], [2, 0]]), torch.tensor([5, 5]), gamma=0.5
+    discounted = derive(name="grpo_turn", gamma=0.5)
+    torch.testing.assert_close(discounted["advantages"], spread(0.5, 2, -0.5))
+
+
+def test_the_deviation_of_a_step_has_no_turns_that_no_episode_of_a_group_reaches():
+    # Two episodes of one turn with returns 0 and 2; one of three turns, with returns of 4, 1 and 1.
+    rewards = torch.tensor([[0.0, 0, 0], [2, 0, 0], [3, 0, 1]])
+    mask = torch.tensor([[True, False, False], [True, False, False], [True, True, True]])
+    advantages = turn_relative_advantages(
+        rewards, mask, torch.tensor([0, 0, 1]), gamma=1.0, scale="batch"
     )
-    torch.testing.assert_close(discounted, torch.tensor([[0.5, 2], [-0.5, -2]]))
+    lead = 1 / stdev([0, 2, 4, 1, 1])
+    torch.testing.assert_close(advantages, torch.tensor([[-lead, 0, 0], [lead, 0, 0], [0, 0, 0]]))
 
 
 def test_turns_in_equal_states_of_a_prompt_are_compared():
