@@ -68,8 +68,8 @@ def make_scoring_rank(config: RunConfig, max_length: int, rank: int, call: Model
     spec, settings = config.algorithm.spec, config.algorithm_settings
     task: ModelTask
     if call.role == REFERENCE_CALL.role:
-        temperature = config.generator.temperature
-        task = PolicyTask(config.model.path, spec, settings, temperature, options=options)
+        path, temperature = config.get_model_path(call.role), config.generator.temperature
+        task = PolicyTask(path, spec, settings, temperature, options=options)
     else:
         shares_policy = call.followed_role == POLICY
         path = config.get_model_path(call.followed_role)

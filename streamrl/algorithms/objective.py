@@ -152,10 +152,10 @@ def policy_loss(
     normalizes the total.
 
     `batch` contains the results of `derive_group_columns` for these rollouts and generator_logprobs
-    [B, T]. It also contains ref_logprobs [B, T] if kl_coef is not 0, proximal_logprobs [B, T] if
-    the policy at the start of the step differs from the trained one, and near, bool [B, T], if only
-    those tokens are to be trained. `logprobs` and `entropy` [B, T] are of the trained policy;
-    `version` is the version of the policy at the start of the step.
+    [B, T]. It also contains ref_logprobs [B, T] if kl_coef is not 0 or the row has the column,
+    proximal_logprobs [B, T] if the policy at the start of the step differs from the trained one,
+    and near, bool [B, T], if only those tokens are to be trained. `logprobs` and `entropy` [B, T]
+    are of the trained policy; `version` is the version of the policy at the start of the step.
     """
     # Mask first: padding may hold NaN, which clamp() keeps and whose gradient spreads.
     mask = batch["loss_mask"]
@@ -194,10 +194,10 @@ def policy_loss(
     turn_tokens = batch.get("turn_tokens")
     if turn_tokens is not None:
         sums["num_turns"] = (mask / turn_tokens.clamp(min=1).double()).sum()
-    if settings.kl_coef:
+    if settings.kl_coef or "ref_logprobs" in row.columns:
         kl = kl_estimate(current, apply_mask(batch["ref_logprobs"], mask), settings.kl_kind)
         sums["kl_ref_sum"] = apply_mask(kl, mask).sum()
-        if settings.kl_in == "loss":
+        if settings.kl_coef and settings.kl_in == "loss":
             losses_by_part["kl"] = settings.kl_coef * kl
     summed_losses = {
         name: aggregate_loss_sum(

@@ -79,6 +79,18 @@ def gpg(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "
     return adv.gpg_advantages(columns["scores"], ids, single=settings.single_rollout)
 
 
+def teacher_relative(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    """Return the reference's log-probability minus the policy's at sampling, of each token.
+
+    A task's rewards add `task_weight` times their group-relative advantage.
+    """
+    gain = columns["ref_logprobs"] - columns["generator_logprobs"]
+    task = settings.params["task_weight"] * group_relative(columns, ids, settings)
+    return token_math.apply_mask(gain + task[:, None], columns["loss_mask"])
+
+
 def reward_to_go(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
     if settings.time_step == "token":
         rewards, mask = columns["token_rewards"], columns["loss_mask"]
@@ -564,6 +576,16 @@ ALGORITHM_SPECS = (
             "loss_aggregation": "token-mean",
             **KL_IN_REWARD,
         },
+        min_group_size=1,
+    ),
+    variant(
+        "distill",
+        "Agarwal et al. 2023, On-Policy Distillation, arXiv:2306.13649, reverse KL by samples",
+        columns=(*SCORE_COLUMNS, "generator_logprobs", "ref_logprobs"),
+        advantages=teacher_relative,
+        defaults={"loss_aggregation": "token-mean"},
+        params={"task_weight": 0.0},
+        limits={"task_weight": NON_NEGATIVE_LIMITS},
         min_group_size=1,
     ),
     variant(

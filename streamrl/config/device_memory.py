@@ -100,9 +100,8 @@ def _count_scorer_bytes(config: RunConfig, role: str, num_bytes: int) -> int:
         # The files may be in float32, and load in bfloat16.
         return num_bytes // 2 // count_ranks_per_replica(config, role)
     call = config.dataflow.calls_by_role[role][0]
-    followed = call.followed_role if call.followed_role in CRITIC_ROLES else POLICY
     ranks = config.get_ranks_config(call)
-    return estimate_role_memory(config, followed, on_gpu=True, trainer=ranks).weights
+    return estimate_role_memory(config, call.model_role, on_gpu=True, trainer=ranks).weights
 
 
 def _count_loaded_bytes(path: str, dtype: str) -> int:
@@ -156,18 +155,21 @@ def estimate_role_memory(
 
 
 def load_role_skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
-    """Load a trained role's model without weights, with the value head that it shares if any."""
+    """Load the model of a role without weights: of policy, critic or reference.
+
+    The policy has the value head that it shares with a critic, if any.
+    """
     is_shared = role == POLICY and config.critic.shared_coef is not None
-    return _load_skeleton(config.get_model_path(role), role == POLICY, is_shared)
+    return _load_skeleton(config.get_model_path(role), role not in CRITIC_ROLES, is_shared)
 
 
 @lru_cache(maxsize=4)
-def _load_skeleton(path: str, is_policy: bool, has_value_head: bool) -> "PreTrainedModel":
+def _load_skeleton(path: str, has_lm_head: bool, has_value_head: bool) -> "PreTrainedModel":
     import torch
 
     from streamrl.engines.models.forward import add_value_head, load_skeleton, load_value_skeleton
 
-    module = load_skeleton(path) if is_policy else load_value_skeleton(path)
+    module = load_skeleton(path) if has_lm_head else load_value_skeleton(path)
     if has_value_head:
         add_value_head(module, dtype=torch.float32)
     return module

@@ -19,6 +19,7 @@ from streamrl.config.role_counts import (
     with_placement_mode,
 )
 from streamrl.config.run_config import RunConfig, find_colocation_conflict
+from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.pass_rates import PassRates
 from streamrl.data.pretrain_texts import load_texts
 from streamrl.data.prompt_file import (
@@ -35,6 +36,7 @@ from streamrl.dataflow import (
     EMA_REFERENCE,
     GENERATE_CALL,
     POLICY,
+    REF_LOGPROBS,
     REWARD_CALL,
     REWARD_ROLES,
     CallKind,
@@ -138,6 +140,7 @@ def prepare_run(
     max_length = max(train.max_prompt_tokens, *lengths, 0) + config.max_completion_tokens
     _check_micro_batch(config, max_length)
     notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
+    _check_reference(config, max_length)
     _check_scoring_splits(config)
     check_generator_split(config.model.path, config.generator.tensor_parallel)
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
@@ -163,14 +166,8 @@ def prepare_run(
 
 def _measure_model(config: RunConfig, call: ModelCall) -> int:
     """Return the bytes of the weight files from which a call's model starts."""
-    path = Path(_get_model_path(config, call))
+    path = Path(config.get_model_path(call.model_role))
     return sum(file.stat().st_size for file in list_weight_files(path))
-
-
-def _get_model_path(config: RunConfig, call: ModelCall) -> str:
-    """Return the directory from which a call's model starts."""
-    role = call.model_role if call.model_role in config.dataflow.trained_roles else POLICY
-    return config.get_model_path(role)
 
 
 def open_prompt_files(
@@ -201,9 +198,9 @@ def _check_model_files(config: RunConfig) -> None:
 
     Raises ConfigError, also for a model of a checkpoint that has changed since.
     """
-    for key, path in (("model.path", config.model.path), ("critic.path", config.critic.path)):
-        if path:
-            check_model_dir(Path(path), f"{key}=")
+    for key in ("model", "critic", "reference"):
+        if path := vars(vars(config)[key])["path"]:
+            check_model_dir(Path(path), f"{key}.path=")
     read_model_length(config.model.path, limit=config.model.max_length)
     vocab_size = read_vocab_size(config.model.path)
     exceeds = any(token_id >= vocab_size for token_id in config.generator.stop_token_ids)
@@ -226,12 +223,48 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
     return [*notes, *_note_frozen_experts(path, trainer)]
 
 
+def _check_reference(config: RunConfig, max_length: int) -> None:
+    """Raise ConfigError unless the reference can score the policy's tokens, `max_length` in a row.
+
+    A vocabulary may be padded further than the policy's, but not less: the policy can sample any id
+    of its own. An algorithm that learns from the reference alone needs one that differs.
+    """
+    path, base = config.reference.path, config.model.path
+    is_base = not path and not config.reference.every
+    rule = (
+        f"must be set: {config.algorithm.name} learns from the reference, which otherwise is the"
+        " initial policy"
+    )
+    needs_other = REF_LOGPROBS in config.algorithm.spec.columns
+    check_conflicts(config, [(is_base and needs_other, "reference.path", rule)])
+    if not path:
+        return
+    from streamrl.engines.models.supported_models import check_model_support
+
+    check_model_support(path, key="reference.path", is_served=False)
+    tokenizers = [load_tokenizer(directory) for directory in (base, path)]
+    own, other = (
+        {**t.get_vocab(), "bos_token": t.bos_token_id, "eos_token": t.eos_token_id}
+        for t in tokenizers
+    )
+    token = min((token for token, _ in own.items() ^ other.items()), default="")
+    length, width, least = read_model_length(path, limit=None), *map(read_vocab_size, (path, base))
+    rules = {
+        f"must have the tokenizer of model.path={base}: the id of {token!r} is {other.get(token)},"
+        f" not {own.get(token)}": own != other,
+        f"takes {length} tokens, fewer than a rollout's {max_length}": length < max_length,
+        f"has {width} token ids, and the policy samples from {least}": width < least,
+    }
+    check_conflicts(config, [(holds, "reference.path", rule) for rule, holds in rules.items()])
+
+
 def _check_scoring_splits(config: RunConfig) -> None:
     """Raise ConfigError if ranks cannot share the model of a reference or shadow critic."""
     for role, (call, *_) in config.dataflow.calls_by_role.items():
         # A reward model checks its own ranks.
         if role not in REWARD_ROLES and count_ranks_per_replica(config, role) > 1:
-            check_trainer_split(_get_model_path(config, call), config.get_ranks_config(call))
+            path = config.get_model_path(call.model_role)
+            check_trainer_split(path, config.get_ranks_config(call))
 
 
 def list_placement_options(

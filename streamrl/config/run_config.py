@@ -78,7 +78,7 @@ from streamrl.rewards.kinds.model import ModelOptions
 from streamrl.rewards.kinds.rules import ENVIRONMENT_KIND
 from streamrl.rewards.registry import find_split_model
 from streamrl.rewards.reward_set import SCORE_SPECS
-from streamrl.run_dir.checkpoint import CheckpointConfig
+from streamrl.run_dir.checkpoint import CheckpointConfig, find_model_dir
 from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.stream.evaluation.config import MAX_SEED, EvaluationConfig
 from streamrl.stream.run_state import PipelineConfig
@@ -156,8 +156,9 @@ class ModelConfig:
 
     path: Hugging Face model directory.
     max_length: maximum tokens of prompt plus completion; null takes the model's own limit.
-    trust_remote_code: run Python files that the directory (or the critic's) contains for its model
-        or tokenizer (auto_map). Without trust_remote_code such a directory is refused.
+    trust_remote_code: run Python files that the directory (or the critic's, or the reference's)
+        contains for its model or tokenizer (auto_map). Without trust_remote_code such a directory
+        is refused.
     """
 
     path: str = ""
@@ -296,8 +297,9 @@ class RunConfig(ConfigSections):
             shares = self.critic.shared_coef is not None
             for call in (VALUE_CALL, COST_VALUE_CALL):
                 hosts[call.role] = POLICY if shares else call.followed_role
-        is_fixed = not self.reference.every and self.reference.replicas is None
-        if self.trainer.lora_rank and is_fixed:
+        reference = self.reference
+        is_initial = not reference.path and not reference.every and reference.replicas is None
+        if self.trainer.lora_rank and is_initial:
             hosts[REFERENCE_CALL.role] = POLICY
         return hosts
 
@@ -353,8 +355,9 @@ class RunConfig(ConfigSections):
         return {REWARD_CALL.role: self.rewards, COST_CALL.role: self.costs}.get(role, [])
 
     def get_model_path(self, role: str) -> str:
-        """Return the model directory from which a trained role, policy or critic, starts."""
-        return self.model.path if role == POLICY else self.critic.path or self.model.path
+        """Return the model directory from which a role starts: policy, critic or reference."""
+        paths = dict.fromkeys(CRITIC_ROLES, self.critic.path)
+        return {**paths, REFERENCE_CALL.role: self.reference.path}.get(role) or self.model.path
 
     @property
     def trusted_models(self) -> list[str]:
@@ -362,9 +365,8 @@ class RunConfig(ConfigSections):
 
         Empty unless model.trust_remote_code.
         """
-        return (
-            [self.model.path, self.get_model_path(CRITIC)] if self.model.trust_remote_code else []
-        )
+        roles = (POLICY, CRITIC, REFERENCE_CALL.role) * self.model.trust_remote_code
+        return [self.get_model_path(role) for role in roles]
 
     @property
     def reads_states(self) -> bool:
@@ -489,7 +491,7 @@ def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
         f"{config.algorithm.name} with algorithm.kl_coef={config.algorithm.kl_coef} uses no"
         " reference; set algorithm.kl_coef, or leave it out"
     )
-    for key in ("every", "replicas"):
+    for key in ("path", "every", "replicas"):
         is_set = vars(config.reference)[key]
         yield is_set and "ref_logprobs" not in columns, f"reference.{key}", unused
     is_hosted = REFERENCE_CALL.role in config.hosts and "ref_logprobs" in columns
@@ -761,13 +763,15 @@ def _make_paths_absolute(config: ConfigSections) -> None:
     for _, settings in iter_path_sections(config):
         if path := settings.get("path"):
             settings["path"] = str(Path(str(path)).absolute())
+    if config.reference.path:
+        config.reference.path = find_model_dir(config.reference.path)
     for spec in config.environment.specs.values():
         spec.make_paths_absolute()
 
 
 def iter_path_sections(config: ConfigSections) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the sections and list entries whose key `path` names an input, by their key."""
-    for name in ("model", "critic", "algorithm", "filter"):
+    for name in ("model", "critic", "reference", "algorithm", "filter"):
         yield name, vars(vars(config)[name])
     for name, entries in (("rewards", config.rewards), ("costs", config.costs)):
         yield from ((f"{name}[{i}]", entry.options) for i, entry in enumerate(entries))

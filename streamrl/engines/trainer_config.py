@@ -352,6 +352,10 @@ class ReferenceConfig(RankLayout):
     """Config section `reference`; by default the reference stays a copy of the initial policy."""
 
     section: ClassVar[str] = "reference"
+    #: Hugging Face model directory of a reference other than the initial policy, such as a teacher,
+    #: with the policy's tokenizer; or a run directory, whose newest checkpoint counts. Empty means
+    #: model.path.
+    path: Annotated[str, FIXED_ON_RESUME] = ""
     #: Update the reference every this many training steps; 0 never does.
     every: Annotated[int, at_least(0)] = 0
     #: Weight of the old reference in an update; 0 copies the policy.
@@ -363,7 +367,12 @@ class ReferenceConfig(RankLayout):
     def __post_init__(self) -> None:
         super().__post_init__()
         reason = "has no effect while reference.every=0; set reference.every"
-        check_conflicts(self, [(self.decay and not self.every, "decay", reason)], "reference.")
+        moves = "would replace the reference of reference.path by the policy; set one of them"
+        conflicts: list[Conflict] = [
+            (self.decay and not self.every, "decay", reason),
+            (self.every and self.path, "every", moves),
+        ]
+        check_conflicts(self, conflicts, "reference.")
 
     def is_updated_at(self, version: int) -> bool:
         """Return whether the step that ends with `version` updates the reference."""

@@ -109,7 +109,8 @@ def make_untrusted_error(path: str, error: Exception) -> ConfigError | None:
         return None
     return ConfigError(
         f"{path}: contains code of its own (auto_map), which is not trusted;"
-        " model.trust_remote_code=true runs the code of model.path and critic.path"
+        " model.trust_remote_code=true runs the code of model.path, critic.path and"
+        " reference.path"
     )
 
 

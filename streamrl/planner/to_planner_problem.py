@@ -137,8 +137,8 @@ def build_model_shapes(config: RunConfig, named: Mapping[str, str]) -> dict[str,
             if not rewards:
                 continue
             shape = _load_model_shape(str(rewards[0].options["path"]), role)
-        elif role in CRITIC_ROLES and config.critic.path:
-            shape = _load_model_shape(config.critic.path, role)
+        elif (path := config.get_model_path(role)) != config.model.path:
+            shape = _load_model_shape(path, role)
         else:
             # An EMA reference receives what the policy trains, adapters included.
             shape = shapes[POLICY]

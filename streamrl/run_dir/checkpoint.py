@@ -303,6 +303,12 @@ def check_model_dir(path: Path, key: str) -> None:
             check_files(read_checkpoint(parent, key=key), part, key=key)
 
 
+def find_model_dir(path: str) -> str:
+    """Return the model directory of a run's newest checkpoint; `path` itself if it is no run's."""
+    checkpoints = list_checkpoints(Path(path) / "checkpoints")
+    return str(get_role_dirs(checkpoints[-1], POLICY)[0]) if checkpoints else path
+
+
 def suggest_whole_checkpoint(broken: Path) -> str:
     """Return what to do about a broken checkpoint: how to resume from a whole one beside it.
 

@@ -160,6 +160,16 @@ def by_group(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]
     )
 
 
+def by_teacher(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
+    return [
+        [
+            t.ref_logprobs - t.generator_logprobs + settings.params["task_weight"] * a
+            for t, a in zip(r.tokens, task, strict=True)
+        ]
+        for r, task in zip(group, by_group(group, step, settings), strict=True)
+    ]
+
+
 def by_others(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
     scores = [r.score for r in group]
     if len(group) == 1:
@@ -326,6 +336,7 @@ ADVANTAGES: dict[str, Callable[[Rollouts, Rollouts, Any], list[list[float]]]] = 
     "gpg": by_gpg,
     "gdpo": by_reward,
     "reinforce_pp": by_return,
+    "distill": by_teacher,
 }
 """Those that are not `by_group`."""
 
@@ -653,7 +664,7 @@ def add_up(name: str, settings: Any, rollouts: Rollouts, version: int) -> dict[s
         sums["ratio_squared_sum"] += sum(ratio(x) ** 2 for x in xs)
         sums["log_ratio_sum"] += sum(xs)
         sums["sequence_ratio_squared_sum"] += ratio(sum(xs)) ** 2
-    if settings.kl_coef:
+    if settings.kl_coef or name == "distill":
         sums["kl_ref_sum"] = sum(
             divergence(t.logprob - t.ref_logprobs, settings.kl_kind)
             for r in trained

@@ -254,3 +254,21 @@ def test_an_episode_past_its_time_is_masked_apart_from_truncated_ones():
     assert list_trained(mask_truncated=False, has_episodes=True) == [True, True, True, False]
     assert list_trained(mask_truncated=True, has_episodes=False) == [True, False, False, True]
     assert list_trained(mask_truncated=True, has_episodes=True) == [True, False, False, False]
+
+
+def test_a_teachers_reward_has_the_gradient_of_the_reverse_divergence():
+    """Expectation over all words of a token, in float64, against the divergence itself."""
+    logits = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    student, teacher = logits.log_softmax(-1)
+    leaf = logits[0].clone().requires_grad_()
+    policy = leaf.log_softmax(-1)
+    (policy.exp() * (policy - teacher)).sum().backward()
+    score = torch.eye(7, dtype=torch.float64) - student.exp()  # d log pi(word) / d logits
+    step = make_step(sizes=(7,))
+    words = torch.arange(7)
+    first = step.columns["loss_mask"].int().argmax(-1)
+    step.columns["generator_logprobs"][words, first] = student
+    step.columns["ref_logprobs"][words, first] = teacher
+    advantages = derive_columns(AlgorithmConfig(name="distill"), step)["advantages"]
+    expected = -(student.exp() * advantages[words, first]) @ score
+    close(leaf.grad, expected)

@@ -131,6 +131,67 @@ def test_demanded_memory_of_a_critic_is_that_of_its_own_model(tmp_path: Path):
     assert memory_gib["value"] < memory_gib["critic"] < memory_gib["trainer"]
 
 
+SMALLER = {"intermediate_size": 64, "vocab_size": 40}
+"""Changes to the toy's model; a vocabulary may be padded further."""
+
+
+@pytest.fixture
+def write_teacher(tmp_path: Path) -> Callable[..., RunConfig]:
+    """Return a function that writes a reference with a changed model; returns the run's config."""
+
+    def write(*overrides: str, **changes: int) -> RunConfig:
+        recipe, teacher = write_toy(tmp_path) / "recipe.yaml", tmp_path / "teacher"
+        shutil.copytree(tmp_path / "model", teacher)
+        shape = AutoConfig.from_pretrained(teacher, **changes)
+        AutoModelForCausalLM.from_config(shape).save_pretrained(teacher)
+        return load_config(
+            recipe, ["algorithm.name=distill", f"reference.path={teacher}", *overrides]
+        )
+
+    return write
+
+
+def test_memory_of_a_reference_is_that_of_its_own_model(write_teacher: Callable[..., RunConfig]):
+    config = write_teacher("trainer.dtype=float32", **SMALLER)
+    prepared = prepare_run(config)
+    weights = {  # float32
+        role: sum(p.numel() for p in load_skeleton(path).parameters()) * 4
+        for role, path in (("policy", config.model.path), ("reference", config.reference.path))
+    }
+    assert weights["reference"] < weights["policy"]
+    headers = 10_000
+    assert prepared.model_bytes["reference"] == pytest.approx(weights["reference"], abs=headers)
+    demands = list_resource_demands(config, prepared, on_gpu=False)
+    (demand,) = (demand for demand in demands if demand.role == "reference")
+    demanded = (demand.memory_gib - PROCESS_GIB) * (1 << 30)
+    assert demanded == pytest.approx(weights["reference"], abs=headers)
+    (ranks,) = (call for call in config.dataflow.calls if call.role == "reference")
+    layout = config.get_ranks_config(ranks)
+    memory = estimate_role_memory(config, "reference", on_gpu=True, trainer=layout)
+    assert memory.weights == weights["reference"]
+
+
+def test_a_reference_that_cannot_score_the_policys_tokens_is_refused(
+    write_teacher: Callable[..., RunConfig],
+):
+    config = write_teacher(max_position_embeddings=8, vocab_size=31)
+    folder = Path(config.reference.path)
+    with pytest.raises(ConfigError, match=r"reference\.path=.*: takes 8 tokens, fewer than"):
+        prepare_run(config)
+    AutoConfig.from_pretrained(config.model.path, vocab_size=31).save_pretrained(folder)
+    with pytest.raises(ConfigError, match="has 31 token ids, and the policy samples from 32"):
+        prepare_run(config)
+    tokenizer = (folder / "tokenizer.json").read_text()
+    swapped = tokenizer.replace('"7": 10', '"7": 11').replace('"8": 11', '"8": 10')
+    (folder / "tokenizer.json").write_text(swapped)
+    rule = r"must have the tokenizer of model\.path=.*: the id of '7' is 11, not 10$"
+    with pytest.raises(ConfigError, match=rule):
+        prepare_run(config)
+    config.reference.path = ""
+    with pytest.raises(ConfigError, match=r"reference\.path=: must be set: distill learns"):
+        prepare_run(config)
+
+
 def test_ranks_that_share_a_model_demand_memory_for_a_part_each(tmp_path: Path):
     recipe = write_toy(tmp_path) / "recipe.yaml"
 
@@ -179,7 +240,7 @@ def test_ranks_that_cannot_split_a_scoring_model_are_refused(run: ToyRun):
         "sequence_parallel": "reference.sequence_parallel=4: ",
     }
     for key, message in layouts.items():
-        layout = ReferenceConfig(world_size=4, **{key: 4})
+        layout = replace(ReferenceConfig(world_size=4), **dict[str, Any]({key: 4}))
         with pytest.raises(ConfigError, match=f"^{message}"):
             prepare_run(replace(run[0], reference=layout))
 

@@ -285,6 +285,8 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ("weights.publish_every=3", "weights.publish_every=3: .*pipeline.max_staleness=1"),
         ("reference.every=2", "reference.every=2: .*uses no reference"),
         ("reference.decay=0.5", "reference.decay=0.5: .*reference.every=0"),
+        ("reference={path: a, every: 1}", "reference.every=1: would replace .* reference.path"),
+        ("reference.path=a", "reference.path=a: .*uses no reference"),
         ("reference.world_size=2", "reference.world_size=2: .*uses no reference"),
         ("reference.replicas=2", "reference.replicas=2: .*uses no reference"),
         ("reference={world_size: 3, tensor_parallel: 2}", "reference.tensor_parallel=2: must divi"),
@@ -317,6 +319,20 @@ def test_ranks_of_a_reference_below_the_policys_adapters_are_refused(recipe: Pat
     with pytest.raises(ConfigError, match=r"no effect: below the .* Set reference\.replicas=1"):
         load_config(recipe, overrides)
     load_config(recipe, [*overrides, "reference.replicas=1"])
+
+
+def test_a_reference_of_a_run_directory_is_its_newest_checkpoint_on_ranks_of_its_own(
+    recipe: Path, tmp_path: Path
+):
+    for step in (2, 10):
+        folder = tmp_path / "taught" / "checkpoints" / f"step_{step:06}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").touch()
+    overrides = ["algorithm.kl_coef=0.1", "trainer.lora_rank=2"]
+    config = load_config(recipe, [*overrides, f"reference.path={tmp_path}/taught"])
+    assert config.reference.path == str(folder / "model")
+    # The policy's ranks cannot compute it, although they have a model below the adapters.
+    assert "reference" in config.dataflow.calls_by_role
 
 
 FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine", "trainer.lr_min=1e-4"]

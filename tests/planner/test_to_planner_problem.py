@@ -1,9 +1,10 @@
 """Conversion between a config, a planner problem and a placement."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from benchmarks.memory import make_config
 from streamrl.config.preflight import check_worker_memory
@@ -68,6 +69,18 @@ def test_a_problem_has_the_workload_and_the_named_models():
     models = {role: SIZES[role] for role in ("policy", "reference")}
     problem = build_planner_problem(ema_reference, cluster, PlannerRequest(20, models))
     assert problem.run_options.reference_every == 3
+
+
+def test_a_reference_of_its_own_is_planned_with_its_own_shape(tmp_path: Path):
+    folder = write_toy(tmp_path)
+    shutil.copytree(folder / "model", folder / "teacher")
+    shape = AutoConfig.from_pretrained(folder / "model", intermediate_size=96)
+    shape.save_pretrained(folder / "teacher")
+    overrides = ["algorithm.kl_coef=0.1", f"reference.path={folder}/teacher"]
+    config = load_config(folder / "recipe.yaml", overrides)
+    models = build_planner_problem(config, Cluster.from_text("8xA100"), PlannerRequest(20)).models
+    widths = {role: model.intermediate for role, model in models.items()}
+    assert widths == {"policy": 128, "reference": 96}
 
 
 def test_lora_is_planned_as_adapters_on_frozen_layers():
