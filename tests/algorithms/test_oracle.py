@@ -204,6 +204,27 @@ def test_steps_equal_independent_arithmetic(name: str) -> None:
         check_step(config, step)
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_float32_is_as_near_as_its_rounding(name: str) -> None:
+    config = configure(name)
+    settings = replace(make_settings(config), has_episodes=True)
+    for seed in SEEDS:
+        step, results = make_random_step(seed), []
+        for dtype in (torch.float32, torch.float64):
+            floats = {k: x for k, x in step.columns.items() if x.is_floating_point()}
+            batch = step.columns | {k: x.float().to(dtype) for k, x in floats.items()}
+            batch |= derive_group_columns(config.spec, settings, batch, step.group_ids)
+            leaf = step.logprobs.float().to(dtype).requires_grad_()
+            entropy = step.entropy.to(dtype)
+            loss, _ = policy_loss(config.spec, settings, batch, logprobs=leaf, entropy=entropy)
+            loss.backward()
+            assert leaf.grad is not None and batch["advantages"].dtype == dtype
+            gradient = torch.where(batch["loss_mask"], leaf.grad, 0.0)
+            results.append([x.double() for x in (batch["advantages"], loss.detach(), gradient)])
+        for single, double in zip(*results, strict=True):
+            torch.testing.assert_close(single, double, atol=2e-5, rtol=2e-5)
+
+
 def check_step(config: AlgorithmConfig, step: Step) -> None:
     """Assert derived columns, loss, gradients and sums of a step, and the value loss."""
     settings = replace(make_settings(config), has_episodes=True)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from streamrl.algorithms.math.advantages import make_token_rewards, soft_overlong_penalty
+from streamrl.algorithms.math.advantages import soft_overlong_penalty
 
 NAN = math.nan
 
@@ -17,17 +17,3 @@ def test_overlong_penalty_by_hand():
     assert penalties.dtype == torch.float32
     tripled = soft_overlong_penalty(lengths, max_length=10, buffer=4, factor=3.0)
     assert tripled.tolist() == [0.0, 0.0, -0.75, -1.5, -3.0, -3.0]
-
-
-MASK = torch.tensor(
-    [[True, False, True, False], [True, False, False, False], [False, False, False, False]]
-)
-
-
-def test_the_score_is_the_reward_of_the_last_sampled_token_less_penalties():
-    scores = torch.tensor([3.0, 4.0, 5.0])
-    rewards = make_token_rewards(scores, MASK)
-    assert rewards.tolist() == [[0, 0, 3.0, 0], [4.0, 0, 0, 0], [0, 0, 0, 0]]
-    penalties = torch.tensor([[0.5, NAN, 0.25, NAN], [-1.0, NAN, NAN, NAN], [NAN] * 4])
-    rewards = make_token_rewards(scores, MASK, penalties)
-    assert rewards.tolist() == [[-0.5, 0, 2.75, 0], [5.0, 0, 0, 0], [0, 0, 0, 0]]

@@ -2,7 +2,6 @@
 
 from statistics import stdev
 
-import pytest
 import torch
 
 from streamrl.algorithms import AlgorithmConfig
@@ -52,29 +51,6 @@ def test_turns_are_summed_selected_and_spread():
     states = torch.where(SAMPLED, 2**62 + TURN_ENDS, 5)
     assert turns.select_first(states).tolist() == [[2**62 + 3, 2**62 + 6], [2**62 + 4, 0]]
     torch.testing.assert_close(turns.spread(torch.tensor([[1.0, 2], [3, 9]])), spread(1.0, 2, 3))
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"name": "reinforce_pp", "gamma": 0.5}, (1 + 0.5 * 4, 4, 2)),
-        # Deltas: 4 - 1 and 1 + 0.5 * 1 - 0.5; then 1 + 0.5 * 0.8 * 3. The other: 2 - 0.25.
-        ({"name": "ppo", "gamma": 0.5, "params": {"lam": 0.8}}, (2.2, 3, 1.75)),
-        ({"name": "remax"}, (4.5, 3.5, 1.5)),
-    ],
-)
-def test_a_turn_is_a_step_of_time(settings, expected):
-    derived = derive(time_step="turn", group_size=2, **settings)
-    torch.testing.assert_close(derived["advantages"] * SAMPLED, spread(*expected))
-    if "returns" in derived:
-        a, b, c = expected
-        torch.testing.assert_close(derived["returns"], spread(a + 0.5, b + 1, c + 0.25))
-
-
-def test_a_token_of_a_turn_is_a_step_of_time_by_default():
-    expected = [[0, 1 + 0.5**3 * 4, 0.5**2 * 4, 0, 0.5 * 4, 4], [0, 1, 2, 0, 0, 0]]
-    derived = derive(name="reinforce_pp", gamma=0.5)
-    torch.testing.assert_close(derived["advantages"], torch.tensor(expected))
 
 
 def test_an_ended_episode_counts_0_in_the_baseline_of_a_turn():
