@@ -136,11 +136,18 @@ def on_tokens(group: Rollouts, advantages: Iterable[float]) -> list[list[float]]
     return [[a] * len(r.tokens) for r, a in zip(group, advantages, strict=True)]
 
 
+def snap(values: Sequence[float]) -> list[float]:
+    """Return scores; if they are equal but for rounding, the first in place of all."""
+    is_equal = max(values) - min(values) <= 1e-6 * (1 + abs(max(values)))
+    return [values[0]] * len(values) if is_equal else list(values)
+
+
 def relative(values: Sequence[float], scale: str, single: str, batch: Sequence[float]) -> list:
     """Return values minus their mean, over a divisor."""
     if len(values) == 1:
         divisor = 1 + EPS if scale == "std" else 1
         return [values[0] / divisor if single == "keep" else 0.0]
+    values = snap(values)
     middle = mean(values)
     if scale == "mean" and middle <= 0:
         return [0.0] * len(values)
@@ -171,22 +178,23 @@ def by_teacher(group: Rollouts, step: Rollouts, settings: Any) -> list[list[floa
 
 
 def by_others(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
-    scores = [r.score for r in group]
+    scores = snap([r.score for r in group])
     if len(group) == 1:
         return on_tokens(group, scores if settings.single_rollout == "keep" else [0.0])
-    return on_tokens(group, [x - (sum(scores) - x) / (len(scores) - 1) for x in scores])
+    return on_tokens(group, [sum(x - y for y in scores) / (len(scores) - 1) for x in scores])
 
 
 def by_length(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
     if len(group) == 1:
         return by_others(group, step, settings)
     lengths = [len(r.tokens) for r in group]
-    weighted = sum(n * r.score for n, r in zip(lengths, group, strict=True))
-    return on_tokens(group, [r.score - weighted / sum(lengths) for r in group])
+    scores = snap([r.score for r in group])
+    leads = [sum(n * (x - y) for n, y in zip(lengths, scores, strict=True)) for x in scores]
+    return on_tokens(group, [lead / sum(lengths) for lead in leads])
 
 
 def by_best(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
-    scores = [r.score for r in group]
+    scores = snap([r.score for r in group])
     ordered = sorted(scores)
     lead = ordered[-1] - ordered[-2] if len(group) > 1 else 0.0
     if len(group) > 1 and settings.advantage_scale == "std":

@@ -2,6 +2,7 @@
 gradient.
 """
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from streamrl.algorithms.config import (
     SINGLE_ROLLOUT_MODES,
 )
 from streamrl.algorithms.correction import (
+    PROXIMAL_POLICIES,
     REJECTION_KINDS,
     REJECTION_LEVELS,
     WEIGHT_LEVELS,
@@ -122,6 +124,51 @@ def list_configs() -> dict[str, AlgorithmConfig]:
     }
 
 
+def draw_config(name: str, seed: int) -> AlgorithmConfig:
+    """Return a row's config with a random choice of every option that the row reads."""
+    draw = random.Random(f"{name} {seed}")
+    by_score = name not in oracle.ADVANTAGES
+    in_reward = name != "gdpo" and draw.random() < 0.3
+    choices: dict[str, tuple[object, ...]] = {
+        "loss_aggregation": LOSS_AGGREGATIONS,
+        "mask_truncated": (False, True),
+        "entropy_coef": (0.0, 0.05),
+        # The mean of opo's is 0, so that rounding would give signs to whitened advantages of 0.
+        "whiten_advantages": (False, name != "opo"),
+        "kl_coef": (0.3,) if in_reward else (0.0, 0.3),
+        "kl_in": ("reward",) if in_reward else ("loss",),
+        "kl_kind": KL_KINDS[:4] if in_reward else KL_KINDS,
+        "overlong_buffer": (0,) if name == "gdpo" else (0, 4),
+        "dual_clip": (None,)
+        if {name} & (oracle.OF_TOKENS | oracle.OF_ROLLOUTS).keys()
+        else (None, 1.3),
+        "time_step": ("token", "turn") if name in BY_TIME else ("token",),
+        "gamma": (None, 0.8),
+        "single_rollout": SINGLE_ROLLOUT_MODES,
+        "advantage_scale": ADVANTAGE_SCALES if by_score else ("std", "none"),
+    }
+    corrections: dict[str, tuple[object, ...]] = {
+        "reject": ("none", "none", *REJECTION_KINDS),
+        "reject_level": REJECTION_LEVELS,
+        "off_policy_threshold": (None, 0.05),
+        "second_moment_threshold": (None, None, 0.05),
+    }
+    picked = {key: draw.choice(values) for key, values in corrections.items()}
+    if picked["reject"] != "none":
+        picked |= {"reject_high": 1.4, "reject_low": 0.7 if picked["reject"] == "k1" else None}
+    correction = CorrectionConfig(**picked)  # type: ignore[arg-type]
+    # The interpolated policy of the start is another than that of the update.
+    policies = PROXIMAL_POLICIES[:2] if correction.masks_before_updates else PROXIMAL_POLICIES
+    picked["proximal"] = draw.choice(policies)
+    if picked["proximal"] != "generator":
+        bounds = draw.choice(({}, {"weight_low": 0.8, "weight_high": 1.2}, {"weight_high": None}))
+        mode, level = draw.choice(WEIGHT_MODES), draw.choice(("none", *WEIGHT_LEVELS))
+        picked |= {"weights": level, "weight_mode": mode, **bounds}
+    correction = CorrectionConfig(**picked)  # type: ignore[arg-type]
+    options = {key: draw.choice(values) for key, values in choices.items()}
+    return configure(name, **options, correction=correction)
+
+
 CONFIGS = list_configs()
 EXACT = partial(torch.testing.assert_close, atol=1e-9, rtol=1e-9)
 # Of finite differences.
@@ -140,9 +187,11 @@ def make_random_step(seed: int) -> Step:
     columns["finish_reason"][::3] = FinishReason.STOP.value
     equal = step.group_ids == step.group_ids.max()
     columns["generator_logprobs"].clamp_(max=-0.02)
-    columns["scores"] = torch.where(equal, 0.5, columns["scores"])
+    # Equal but for rounding.
+    scores = 0.5 + 1e-8 * rows[equal].double()
+    columns["scores"][equal] = scores
     columns["token_scores"][equal] = 0.0
-    columns["token_scores"][rows[equal], columns["lengths"][equal] - 1] = 0.5
+    columns["token_scores"][rows[equal], columns["lengths"][equal] - 1] = scores
     versions = torch.randint(VERSION - 4, VERSION + 1, mask.shape, generator=draw)
     columns["policy_version"] = torch.where(mask, versions, -1)
     noise = torch.randn(mask.shape, generator=draw, dtype=torch.float64)
@@ -202,6 +251,12 @@ def test_steps_equal_independent_arithmetic(name: str) -> None:
         if name == "before the first update":
             del step.columns["proximal_logprobs"]
         check_step(config, step)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_random_combinations_of_options_equal_independent_arithmetic(name: str) -> None:
+    for seed in range(8):
+        check_step(draw_config(name, seed), make_random_step(seed))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
