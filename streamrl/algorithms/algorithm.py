@@ -32,6 +32,7 @@ SCOPES = ("group", "step")
 ALL_COMPONENTS = COMPONENT_PREFIX + "*"
 RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "included", "proximal_logprobs", "near"),
+    "policy_weights",
     *("num_tokens", "token_rewards", "token_costs", "turn_tokens"),
 }
 """Names that an algorithm cannot give to derived columns: columns of a batch, or inputs of the
@@ -63,6 +64,7 @@ class AlgorithmSettings:
     kl_kind: str
     kl_in: str
     kl_target: float | None
+    kl_weighted: bool
     entropy_coef: float
     overlong_buffer: int
     overlong_factor: float
@@ -105,7 +107,7 @@ class AlgorithmSettings:
     def should_recompute_logprobs(self) -> bool:
         """True if the policy must recompute a step's logprobs before its first update."""
         from_start = self.correction.proximal == "trainer" and self.num_updates > 1
-        return from_start or self.correction.masks_before_updates
+        return from_start or self.correction.corrects_before_updates
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         """Return the divisor of a summed loss, given the sums of all its micro-batches and ranks.

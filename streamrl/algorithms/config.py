@@ -39,6 +39,7 @@ ADVANTAGE_SCALES = ("std", "batch", "mean", "none")
 TIME_STEPS = ("token", "turn")
 LOSS_AGGREGATIONS = (
     "token-mean",
+    "token-sum",
     "turn-mean",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
@@ -64,8 +65,9 @@ class AlgorithmConfig:
     clip_high: Annotated[float | None, above(0)] = None
     #: Dual clip c: the loss under a negative advantage A is at most -c A; null: none.
     dual_clip: Annotated[float | None, above(1)] = None
-    #: Aggregation of token losses: token-mean, turn-mean (the mean over turns of the mean over
-    #: their tokens), seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, prompt-mean.
+    #: Aggregation of token losses: token-mean, token-sum, turn-mean (the mean over turns of the
+    #: mean over their tokens), seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm,
+    #: prompt-mean.
     loss_aggregation: Annotated[str | None, one_of(*LOSS_AGGREGATIONS)] = None
     #: Divisor of a group's advantages: std, batch, mean or none.
     advantage_scale: Annotated[str | None, one_of(*ADVANTAGE_SCALES)] = None
@@ -87,6 +89,9 @@ class AlgorithmConfig:
     #: Target KL divergence per token; kl_coef adapts to reach it, by at most 20 % in 10,000
     #: rollouts. Null keeps kl_coef fixed.
     kl_target: Annotated[float | None, above(0)] = None
+    #: Multiply the KL estimate in the loss by the token's ratio of trained over sampling policy,
+    #: with gradient: unbiased for tokens of an older policy (DeepSeek-V3.2).
+    kl_weighted: bool = False
     #: Weight of the entropy bonus in the loss.
     entropy_coef: Annotated[float, at_least(0)] = 0.0
     #: Weight of the pretraining loss on the texts of data.pretrain; 0: none.
@@ -155,6 +160,17 @@ class AlgorithmConfig:
             "kl_target",
             "needs algorithm.kl_coef above 0 as the initial weight",
         )
+        yield (
+            self.kl_weighted and not (self.kl_coef and self.kl_in == "loss"),
+            "kl_weighted",
+            "has no effect without algorithm.kl_coef above 0 and kl_in=loss. Remove it.",
+        )
+        yield (
+            self.kl_weighted and kind not in ("k1", "k3"),
+            "kl_weighted",
+            f"the gradient of weighted {kind} is not that of the KL divergence. Set"
+            " algorithm.kl_kind to k1 or k3.",
+        )
         for key, shapes_score in (("overlong_buffer", True), ("kl_coef", self.kl_in == "reward")):
             yield (
                 shapes_score and vars(self)[key] and any(c.endswith("/*") for c in row.columns),
@@ -198,7 +214,7 @@ class AlgorithmConfig:
             or self._resolve_setting("advantage_scale") == "batch"
         )
         several_updates = self.epochs * self.mini_batches > 1
-        needs_step = needs_step or several_updates or self.correction.masks_before_updates
+        needs_step = needs_step or several_updates or self.correction.corrects_before_updates
         return "step" if needs_step else self.spec.scope
 
     def _resolve_setting(self, key: str) -> Any:

@@ -33,6 +33,9 @@ class CorrectionConfig:
     weight_low: Annotated[float | None, at_least(0)] = None
     #: Largest weight; null for no bound.
     weight_high: Annotated[float | None, above(0)] = 2.0
+    #: Divide weights by their mean over the step: over tokens (token), or rollouts (sequence,
+    #: geometric), before rejection. One more forward pass.
+    normalize_weights: bool = False
     #: Quantity by which tokens are rejected: none, k1 (the ratio), k2 or k3 (divergences).
     reject: Annotated[str, one_of(NO_CORRECTION, *REJECTION_KINDS)] = NO_CORRECTION
     #: Level of the rejection: token, or the rollout's sum, mean or max.
@@ -49,9 +52,10 @@ class CorrectionConfig:
     second_moment_threshold: Annotated[float | None, above(0)] = None
 
     @property
-    def masks_before_updates(self) -> bool:
-        """Whether tokens are rejected by the policy before a step's first update."""
-        return self.reject != NO_CORRECTION or self.second_moment_threshold is not None
+    def corrects_before_updates(self) -> bool:
+        """Whether a pass before a step's first update rejects tokens or normalizes weights."""
+        masks = self.reject != NO_CORRECTION or self.second_moment_threshold is not None
+        return masks or self.normalize_weights
 
     def __post_init__(self) -> None:
         has_reject, low, high = self.reject != NO_CORRECTION, self.reject_low, self.reject_high
@@ -63,6 +67,11 @@ class CorrectionConfig:
                 "weights",
                 "with correction.proximal=generator the loss's ratio is this weight already."
                 " Set correction.proximal=trainer.",
+            ),
+            (
+                self.normalize_weights and self.weights == NO_CORRECTION,
+                "normalize_weights",
+                "has no effect with weights=none. Remove it, or set weights.",
             ),
             (
                 _is_empty(self.weight_low, self.weight_high),

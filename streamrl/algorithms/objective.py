@@ -24,9 +24,15 @@ from streamrl.algorithms.math.correction import (
     interpolated_proximal,
     off_policy_sequence_mask,
     rejection_mask,
+    weight_sums,
 )
 from streamrl.algorithms.math.losses import aggregate_loss_sum, critic_token_losses
-from streamrl.algorithms.math.tokens import apply_mask, kl_estimate, masked_row_sum
+from streamrl.algorithms.math.tokens import (
+    apply_mask,
+    kl_estimate,
+    masked_row_sum,
+    probability_ratio,
+)
 from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX
 from streamrl.errors import AlgorithmError
 from streamrl.messages import TOKEN_SCORES, TURN_COLUMN
@@ -154,8 +160,9 @@ def policy_loss(
     `batch` contains the results of `derive_group_columns` for these rollouts and generator_logprobs
     [B, T]. It also contains ref_logprobs [B, T] if kl_coef is not 0 or the row has the column,
     proximal_logprobs [B, T] if the policy at the start of the step differs from the trained one,
-    and near, bool [B, T], if only those tokens are to be trained. `logprobs` and `entropy` [B, T]
-    are of the trained policy; `version` is the version of the policy at the start of the step.
+    and the results of `correct_before_updates`, if there are any: near, bool [B, T], tokens to be
+    trained, and policy_weights [B, T]. `logprobs` and `entropy` [B, T] are of the trained policy;
+    `version` is the version of the policy at the start of the step.
     """
     # Mask first: padding may hold NaN, which clamp() keeps and whose gradient spreads.
     mask = batch["loss_mask"]
@@ -171,6 +178,8 @@ def policy_loss(
     tokens = TokenLossInput(log_ratio, current, derived["advantages"], mask, derived)
     losses, clipped = compute_token_losses(row, tokens, settings)
     weights, kept = _correct_off_policy(settings, off_policy_log_ratio, mask)
+    if "policy_weights" in batch:
+        weights = apply_mask(batch["policy_weights"], mask)
     if settings.correction.off_policy_threshold is not None:
         kept = kept & off_policy_sequence_mask(
             current.detach() - sampling,
@@ -198,6 +207,8 @@ def policy_loss(
         kl = kl_estimate(current, apply_mask(batch["ref_logprobs"], mask), settings.kl_kind)
         sums["kl_ref_sum"] = apply_mask(kl, mask).sum()
         if settings.kl_coef and settings.kl_in == "loss":
+            if settings.kl_weighted:
+                kl = kl * probability_ratio(current - sampling)
             losses_by_part["kl"] = settings.kl_coef * kl
     summed_losses = {
         name: aggregate_loss_sum(
@@ -214,18 +225,21 @@ def policy_loss(
     return loss, {name: value.detach() for name, value in sums.items()}
 
 
-def find_near_tokens(
+def correct_before_updates(
     settings: AlgorithmSettings, batch: Mapping[str, Tensor], logprobs: Tensor, *, version: int
-) -> Tensor:
-    """Return the tokens that `correction.reject` keeps, bool [B, T], before a step's first update.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return importance weights, tokens kept and sums of the weights before a step's first update.
 
-    `batch` contains loss_mask, generator_logprobs and policy_version [B, T]; `logprobs` [B, T] are
-    of the policy `version`, from which the step starts.
+    Weights are [B, T], not yet divided by their mean over the step; the tokens that
+    `correction.reject` keeps bool [B, T]; the sums those of `weight_sums`, [2]. `batch` contains
+    loss_mask, generator_logprobs and policy_version [B, T]; `logprobs` [B, T] are of the policy
+    `version`, from which the step starts.
     """
     mask = batch["loss_mask"]
     proximal = _compute_proximal_logprobs(settings, batch, logprobs, version)
     log_ratio = apply_mask(proximal - batch["generator_logprobs"], mask)
-    return _correct_off_policy(settings, log_ratio, mask)[1]
+    weights, near = _correct_off_policy(settings, log_ratio, mask)
+    return weights, near, weight_sums(weights, mask, level=settings.correction.weights)
 
 
 def shared_value_loss(

@@ -550,6 +550,7 @@ def share(settings: Any, rollouts: Rollouts) -> list[list[float]]:
     num_turns = sum(len(r.turns) for r in rollouts if r.trained)
     factors: dict[str, Callable[[Rollout, Token], float]] = {
         "token-mean": lambda r, t: 1 / sum(group_tokens.values()),
+        "token-sum": lambda r, t: 1,
         "seq-mean-token-sum": lambda r, t: 1 / num_rollouts,
         "seq-mean-token-mean": lambda r, t: 1 / num_rollouts / len(r.trained),
         "seq-mean-token-sum-norm": lambda r, t: 1 / num_rollouts / settings.max_length,
@@ -632,7 +633,10 @@ def make_loss(
         for i, token in enumerate(r.trained):
             part = weights[i] * losses[i][0] - settings.entropy_coef * entropy[i]
             if settings.kl_coef and settings.kl_in == "loss":
-                part += settings.kl_coef * penalize(token, now[i], settings.kl_kind)
+                weight = settings.kl_coef
+                if settings.kl_weighted:
+                    weight *= math.exp(now[i] - token.generator_logprobs)
+                part += weight * penalize(token, now[i], settings.kl_kind)
             total += kept[i] * factors[i] * part
         return total
 

@@ -28,6 +28,7 @@ CONFIGS = [
     AlgorithmConfig(kl_coef=0.1, entropy_coef=0.02, mask_truncated=True, overlong_buffer=4),
     AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_kind="k1", advantage_scale="batch"),
     AlgorithmConfig(name="dapo", kl_coef=0.1, correction=EVERYTHING),
+    AlgorithmConfig(kl_coef=0.1, kl_weighted=True),
     AlgorithmConfig(name="cispo", correction=CorrectionConfig(reject="k3", reject_high=0.1)),
 ]
 
@@ -176,6 +177,39 @@ def compute_loss(config, **changes):
     policy = {"logprobs": batch.pop("logprobs"), "entropy": torch.full((2, 4), 2.0)}
     loss, sums = policy_loss(config.spec, make_settings(config), batch, **policy)
     return loss.item(), {name: value.item() for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_weighted_kl_of_an_older_policys_tokens_has_the_gradient_of_the_kl(kind):
+    # Every word once, weighted by its probability under the older policy: an exact expectation.
+    older, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    logits = torch.tensor([0.1, -0.4, 0.7], requires_grad=True)
+    policy = logits.softmax(-1)
+    (policy * (policy / reference).log()).sum().backward()
+    config = AlgorithmConfig(name="dapo", kl_coef=1.0, kl_kind=kind, kl_weighted=True)
+    batch = {
+        "loss_mask": torch.ones(1, 1, dtype=torch.bool),
+        "advantages": torch.zeros(1),
+        "group_tokens": torch.ones(1),
+    }
+    total = torch.zeros(3)
+    for word, probability in enumerate(older):
+        leaf = logits.detach().clone().requires_grad_()
+        columns = batch | {
+            "generator_logprobs": probability.log().view(1, 1),
+            "ref_logprobs": reference[word].log().view(1, 1),
+        }
+        logprobs = leaf.log_softmax(-1)[word].view(1, 1)
+        loss, _ = policy_loss(
+            config.spec,
+            make_settings(config),
+            columns,
+            logprobs=logprobs,
+            entropy=torch.zeros(1, 1),
+        )
+        loss.backward()
+        total += probability * leaf.grad
+    torch.testing.assert_close(total, logits.grad)
 
 
 def test_a_shared_critic_learns_nothing_of_a_rollout_that_is_not_included():

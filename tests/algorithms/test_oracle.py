@@ -26,8 +26,8 @@ from streamrl.algorithms.correction import (
 )
 from streamrl.algorithms.math.correction import second_moment_limit
 from streamrl.algorithms.objective import (
+    correct_before_updates,
     derive_group_columns,
-    find_near_tokens,
     policy_loss,
     shared_value_loss,
 )
@@ -106,6 +106,10 @@ def list_configs() -> dict[str, AlgorithmConfig]:
         **{name: configure("dapo", correction=c, kl_coef=0.1) for name, c in corrections.items()},
         **{mode: configure(loss_aggregation=mode, kl_coef=0.1) for mode in LOSS_AGGREGATIONS},
         **{f"scale {s}": configure(advantage_scale=s, kl_coef=0.1) for s in ADVANTAGE_SCALES},
+        **{
+            f"weighted {kind}": configure("dapo", kl_coef=0.3, kl_kind=kind, kl_weighted=True)
+            for kind in ("k1", "k3")
+        },
         **{f"loss {kind}": configure(kl_coef=0.3, kl_kind=kind) for kind in KL_KINDS},
         **{
             f"reward {kind} {name}": configure(name, kl_coef=0.3, kl_kind=kind, kl_in="reward")
@@ -233,8 +237,9 @@ def find_near(
     settings: AlgorithmSettings, batch: dict[str, torch.Tensor], current: torch.Tensor
 ) -> torch.Tensor:
     """Return the mask of a step's start, as the trainer's ranks make it."""
-    near = find_near_tokens(settings, batch, batch["proximal_logprobs"], version=VERSION)
-    squares = (batch["proximal_logprobs"] - batch["generator_logprobs"]).square()
+    proximal = batch["proximal_logprobs"]
+    _, near, _ = correct_before_updates(settings, batch, proximal, version=VERSION)
+    squares = (proximal - batch["generator_logprobs"]).square()
     threshold = settings.correction.second_moment_threshold
     if threshold is not None:
         near = near & (
@@ -286,7 +291,7 @@ def check_step(config: AlgorithmConfig, step: Step) -> None:
     rollouts, row, columns = read_rollouts(step, settings), config.spec, dict(step.columns)
     derived = derive_group_columns(row, settings, columns, step.group_ids)
     mask = derived["loss_mask"]
-    if config.correction.masks_before_updates:
+    if config.correction.corrects_before_updates:
         near = find_near(settings, {**columns, **derived}, step.logprobs)
         oracle.mask_far_tokens(settings, rollouts, VERSION)
         expected = [t.near for r in rollouts for t in r.trained]

@@ -50,13 +50,16 @@ SEVERAL_LR = 1e-3
 SEVERAL_DIVISOR = 16.0
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
 SETTINGS = ALGORITHM.to_settings(max_length=8, reward_weights={})
-# Several updates of decoupled PPO with the second moment mask.
+# Several updates of decoupled PPO with the second moment mask and normalized weights.
 SEVERAL = AlgorithmConfig(
     whiten_advantages=True,
     epochs=2,
     mini_batches=2,
     correction=CorrectionConfig(
-        proximal="trainer", weights="token", second_moment_threshold=SECOND_MOMENT
+        proximal="trainer",
+        weights="token",
+        normalize_weights=True,
+        second_moment_threshold=SECOND_MOMENT,
     ),
 )
 PPO = AlgorithmConfig(name="ppo", whiten_advantages=False)

@@ -55,6 +55,19 @@ def importance_weights(
     return apply_mask(bounded, loss_mask)
 
 
+def weight_sums(weights: Tensor, loss_mask: Tensor, *, level: str) -> Tensor:
+    """Return sum and number of a micro-batch's importance weights, for their mean over a step: [2].
+
+    `weights` [B, T] of `importance_weights` at `level`: each token counts at "token", otherwise
+    each row with tokens, whose weights are equal. The division by the step's mean is
+    self-normalized importance sampling (Owen 2013, Monte Carlo theory, section 9.2).
+    """
+    counted = loss_mask
+    if level != "token":
+        weights, counted = masked_row_mean(weights, loss_mask), loss_mask.any(-1, keepdim=True)
+    return torch.stack([apply_mask(weights, counted).double().sum(), counted.double().sum()])
+
+
 def rejection_mask(
     log_ratio: Tensor,
     loss_mask: Tensor,

@@ -37,6 +37,7 @@ def compute_loss_denominator(
     """
     denominators = {
         "token-mean": num_tokens,
+        "token-sum": 1,
         "turn-mean": num_turns,
         "prompt-mean": num_groups,
         "seq-mean-token-sum": num_sequences,

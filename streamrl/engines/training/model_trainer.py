@@ -189,8 +189,10 @@ class ModelTrainer(ModelRank):
             logprobs = batch[PROXIMAL_COLUMN]
         else:
             return
-        near = task.find_near_tokens(logprobs, batch.to_dict(), version=version)
-        plan.add_proximal_logprobs(groups, picks, logprobs.cpu().numpy(), near.cpu().numpy())
+        correction = task.correct_before_updates(logprobs, batch.to_dict(), version=version)
+        plan.add_proximal_logprobs(
+            groups, picks, *(x.cpu().numpy() for x in (logprobs, *correction))
+        )
 
     def sync_plan(self) -> None:
         """Exchange masks with the other ranks after the last `precompute_logprobs`. Collective.
@@ -201,7 +203,7 @@ class ModelTrainer(ModelRank):
         task, groups, self._planned_groups = self._task, self._planned_groups, {}
         with self._limit_wait("the synchronization of the step plan"):
             ranks_per_batch = self._config.ranks_per_batch
-            rejected = self._current_plan.sync_near_mask(ranks_per_batch=ranks_per_batch)
+            rejected = self._current_plan.sync_correction(ranks_per_batch=ranks_per_batch)
         if rejected:
             derived = derive_columns(task.spec, task.settings, groups, rejected)
             self._current_plan.replace_derived(derived)
@@ -483,6 +485,7 @@ class StepPlan:
     def __init__(self, settings: AlgorithmSettings, derived: Mapping[str, Columns]) -> None:
         self._derived = {uid: dict(columns) for uid, columns in derived.items()}
         self._correction = settings.correction
+        self._weight_sums = np.zeros(2)
         self._squared_log_ratios: list[tuple[RolloutIndex, slice, Array]] = []
         self.has_proximal_logprobs = any(PROXIMAL_COLUMN in columns for columns in derived.values())
 
@@ -495,19 +498,23 @@ class StepPlan:
         groups: Mapping[str, Columns],
         picks: Sequence[RolloutIndex],
         logprobs: Array,
+        weights: Array,
         near: Array,
+        weight_sums: Array,
     ) -> None:
         """Store logprobs [B, T] of picked rollouts under the policy at the start of the step.
 
         `picks` are (uid, index of the rollout in its group), in the order of the rows of
-        `logprobs` and of `near`, bool [B, T].
+        `logprobs` and of the results of `correct_before_updates`.
         """
-        for (uid, index), row, near_row in zip(picks, logprobs, near, strict=False):
+        self._weight_sums += weight_sums
+        rows = zip(picks, logprobs, weights, near, strict=False)
+        for (uid, index), row, weight_row, near_row in rows:
             columns = groups[uid]
             tokens = find_token_slice(columns["lengths"], index)
             token_logprobs = row[: tokens.stop - tokens.start]
             self._fill_column(uid, PROXIMAL_COLUMN, tokens, token_logprobs)
-            if self._correction.masks_before_updates:
+            if self._correction.corrects_before_updates:
                 log_ratio = token_logprobs - columns["generator_logprobs"][tokens]
                 episode = (
                     int(columns[EPISODE_COLUMN][index]) if EPISODE_COLUMN in columns else index
@@ -516,16 +523,20 @@ class StepPlan:
                     ((uid, episode), tokens, np.square(log_ratio, dtype=np.float64))
                 )
                 self._fill_column(uid, "near", tokens, near_row[: len(token_logprobs)])
+                if self._correction.normalize_weights:
+                    row_weights = weight_row[: len(token_logprobs)]
+                    self._fill_column(uid, "policy_weights", tokens, row_weights)
 
-    def sync_near_mask(self, *, ranks_per_batch: int) -> set[RolloutIndex]:
-        """Finish the mask `near`; return episodes of all ranks of which it keeps no token.
+    def sync_correction(self, *, ranks_per_batch: int) -> set[RolloutIndex]:
+        """Finish weights and the mask `near`; return episodes of which it keeps no token.
 
         Collective; call it after the last `add_proximal_logprobs`. With `second_moment_threshold`,
         the mask loses tokens whose log ratio, proximal minus generator logprob, exceeds a limit
         that `second_moment_limit` computes from the squares of all ranks. Those of
-        `ranks_per_batch` consecutive ranks are equal and count once. Episodes are (uid, index).
+        `ranks_per_batch` consecutive ranks are equal and count once. With `normalize_weights`,
+        weights are divided by their mean over all ranks. Episodes, of all ranks, are (uid, index).
         """
-        if not self._correction.masks_before_updates:
+        if not self._correction.corrects_before_updates:
             return set()
         if self._correction.second_moment_threshold is not None:
             unmasked = [
@@ -541,6 +552,12 @@ class StepPlan:
             )
             for (uid, _), tokens, squares in self._squared_log_ratios:
                 self._derived[uid]["near"][tokens] &= squares <= limit
+        if self._correction.normalize_weights:
+            total, count = sum(gather_objects(self._weight_sums)[::ranks_per_batch])
+            # Weights of 0 stay 0.
+            mean = total / count if total else 1.0
+            for (uid, _), tokens, _ in self._squared_log_ratios:
+                self._derived[uid]["policy_weights"][tokens] /= mean
         trained, kept = (
             {
                 (uid, episode)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from streamrl.algorithms import Algorithm, AlgorithmSettings, list_required_columns
 from streamrl.algorithms.math.losses import critic_loss
-from streamrl.algorithms.objective import find_near_tokens, policy_loss, shared_value_loss
+from streamrl.algorithms.objective import correct_before_updates, policy_loss, shared_value_loss
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, REF_LOGPROBS, RETURNS_BY_CRITIC
 from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
 from streamrl.engines.models.forward import (
@@ -215,14 +215,16 @@ class PolicyTask(TrainingTask):
             version=version,
         )
 
-    def find_near_tokens(
+    def correct_before_updates(
         self, logprobs: Tensor, columns: Mapping[str, Tensor], *, version: int
-    ) -> Tensor:
-        """Return the tokens that the correction keeps, bool [B, T], before the first update."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights and tokens kept, [B, T], and sums of the weights before a first update."""
         join = SampleJoiner(columns.get(EPISODE_COLUMN))
         joined = {name: join(column) for name, column in columns.items()}
-        near = find_near_tokens(self.settings, joined, join(logprobs), version=version)
-        return join.split(near)
+        weights, near, sums = correct_before_updates(
+            self.settings, joined, join(logprobs), version=version
+        )
+        return join.split(weights), join.split(near), sums
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         return self.settings.compute_loss_denominator(sums)

@@ -88,6 +88,7 @@ def several_plain_updates():
     squares = torch.cat([row["x"] for row in rows]).double().square().sort().values
     means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
     limit = squares[means < SECOND_MOMENT].max()
+    mean_weight = torch.cat([row["x"] for row in rows]).exp().clamp(max=2.0).mean()
     for row in rows:
         row["near"] = row["x"].double().square() <= limit * (1 + 1e-6)
     # Rollouts without a near token are in no baseline and in no whitening.
@@ -106,7 +107,7 @@ def several_plain_updates():
             outputs = logprobs_of(model(row["ids"]).logits, row["ids"])
             mask, near = row["loss_mask"], row["near"]
             r = (outputs["logprobs"] - row["proximal"])[mask].exp()
-            weights = row["x"].exp().clamp(max=2.0)[near]
+            weights = row["x"].exp().clamp(max=2.0)[near] / mean_weight
             losses = clipped_loss(r, a)[near] * weights
             loss = losses.sum() / len(near)
             (loss / SEVERAL_DIVISOR).backward()
