@@ -162,7 +162,7 @@ def draw_config(name: str, seed: int) -> AlgorithmConfig:
         picked |= {"reject_high": 1.4, "reject_low": 0.7 if picked["reject"] == "k1" else None}
     correction = CorrectionConfig(**picked)  # type: ignore[arg-type]
     # The interpolated policy of the start is another than that of the update.
-    policies = PROXIMAL_POLICIES[:2] if correction.masks_before_updates else PROXIMAL_POLICIES
+    policies = PROXIMAL_POLICIES[:2] if correction.corrects_before_updates else PROXIMAL_POLICIES
     picked["proximal"] = draw.choice(policies)
     if picked["proximal"] != "generator":
         bounds = draw.choice(({}, {"weight_low": 0.8, "weight_high": 1.2}, {"weight_high": None}))
