@@ -332,6 +332,27 @@ def _divergence_masked(
     return loss, (loss == 0) & (tokens.advantages != 0)
 
 
+def sequence_gamma(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    loss = losses.sequence_gamma_loss(
+        tokens.log_ratio,
+        tokens.advantages,
+        tokens.loss_mask,
+        logprobs=tokens.logprobs,
+        **settings.params,
+    )
+    return loss, _clip_nothing(tokens)
+
+
+def quadratic_penalty(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    loss = losses.quadratic_penalty_loss(
+        tokens.log_ratio,
+        tokens.advantages,
+        logprobs=tokens.logprobs,
+        coef=settings.params["penalty_coef"],
+    )
+    return loss, _clip_nothing(tokens)
+
+
 def score_function(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
     return losses.score_function_loss(tokens.logprobs, tokens.advantages), _clip_nothing(tokens)
 
@@ -363,6 +384,12 @@ FRACTION_LIMITS = (0.0, 1.0)
 NON_NEGATIVE_LIMITS = (0.0, math.inf)
 # Parameters with multiplicative updates stay 0 forever if they start at 0.
 POSITIVE_LIMITS = (1e-6, math.inf)
+VESPO_PARAMS: Mapping[str, float] = {
+    "power_positive": 2.0,
+    "decay_positive": 3.0,
+    "power_negative": 3.0,
+    "decay_negative": 2.0,
+}
 GRPO = Algorithm(
     name="grpo",
     paper="Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
@@ -425,6 +452,29 @@ ALGORITHM_SPECS = (
         "Zheng et al. 2025, GSPO, arXiv:2507.18071",
         token_loss=sequence_clipped_surrogate,
         defaults={"clip_low": 3e-4, "clip_high": 4e-4},
+    ),
+    variant(
+        "luspo",
+        "Liu et al. 2026, LUSPO, arXiv:2602.05261",
+        token_loss=sequence_clipped_surrogate,
+        # The sum over a rollout is GSPO's loss times the rollout's length.
+        defaults={"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "seq-mean-token-sum"},
+    ),
+    variant(
+        "vespo",
+        "Shen et al. 2026, VESPO, arXiv:2602.10693",
+        token_loss=sequence_gamma,
+        defaults={"loss_aggregation": "token-mean"},
+        params=VESPO_PARAMS,
+        limits=dict.fromkeys(VESPO_PARAMS, NON_NEGATIVE_LIMITS),
+    ),
+    variant(
+        "dro",
+        "Richemond et al. 2024, DRO, arXiv:2405.19107",
+        token_loss=quadratic_penalty,
+        defaults={"advantage_scale": "none", "loss_aggregation": "token-mean"},
+        params={"penalty_coef": 1.0},
+        limits={"penalty_coef": POSITIVE_LIMITS},
     ),
     variant(
         "cispo",

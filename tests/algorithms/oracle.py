@@ -516,6 +516,20 @@ def lose_geometric(tokens: Sequence[Token], now: Numbers, old: Numbers, s: Any) 
     return [(loss, is_clipped) for is_clipped in clipped]
 
 
+def lose_by_gamma(tokens: Sequence[Token], now: Numbers, old: Numbers, s: Any) -> Losses:
+    w = math.exp(sum(t.logprob - y for t, y in zip(tokens, old, strict=True)))
+    result = []
+    for t, x in zip(tokens, now, strict=True):
+        sign = "positive" if t.advantage >= 0 else "negative"
+        power, decay = s.params[f"power_{sign}"], s.params[f"decay_{sign}"]
+        result.append((-(w**power) * math.exp(decay - decay * w) * t.advantage * x, False))
+    return result
+
+
+def lose_quadratic(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    return -t.advantage * x + s.params["penalty_coef"] * (x - y) ** 2 / 2, False
+
+
 OF_TOKENS: dict[str, Callable[[Token, float, float, Any], tuple[float, bool]]] = {
     "cispo": lose_weighted,
     "sapo": lose_softly,
@@ -524,8 +538,14 @@ OF_TOKENS: dict[str, Callable[[Token, float, float, Any], tuple[float, bool]]] =
     "dppo_tv": lose_by_variation,
     "dppo_kl": lose_by_divergence,
     "gpg": lose_score,
+    "dro": lose_quadratic,
 }
-OF_ROLLOUTS = {"gspo": lose_by_sequence, "gmpo": lose_geometric}
+OF_ROLLOUTS = {
+    "gspo": lose_by_sequence,
+    "luspo": lose_by_sequence,
+    "gmpo": lose_geometric,
+    "vespo": lose_by_gamma,
+}
 
 
 def lose_tokens(

@@ -47,9 +47,16 @@ PARAMS = {
     "dppo_tv": {"ratio_cap": 1.2},
     "dppo_kl": {"ratio_cap": 1.2},
     "gigpo": {"turn_weight": 0.6},
+    "vespo": {"power_positive": 1.5, "decay_positive": 2.5},
+    "dro": {"penalty_coef": 0.6},
     "distill": {"task_weight": 0.7},
 }
-CLIPS = {"gspo": (0.05, 0.08), "dppo_tv": (0.03, 0.05), "dppo_kl": (0.01, 0.02)}
+CLIPS = {
+    "gspo": (0.05, 0.08),
+    "luspo": (0.05, 0.08),
+    "dppo_tv": (0.03, 0.05),
+    "dppo_kl": (0.01, 0.02),
+}
 TRAINER = CorrectionConfig(proximal="trainer")
 BY_TIME = ("ppo", "remax", "reinforce_pp", "safe_rlhf")
 

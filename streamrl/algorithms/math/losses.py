@@ -15,7 +15,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.math.tokens import apply_mask, masked_row_mean, probability_ratio
+from streamrl.algorithms.math.tokens import (
+    apply_mask,
+    masked_row_mean,
+    masked_row_sum,
+    probability_ratio,
+)
 
 
 def outside_clip_mask(
@@ -220,6 +225,43 @@ def divergence_masked_loss(
         is_trainable = torch.where(advantages > 0, rising, (divergence <= low) | (p >= q))
     weights = probability_ratio(log_ratio).detach().clamp(max=cap)
     return torch.where(is_trainable, -weights * advantages * logprobs, 0.0)
+
+
+def sequence_gamma_loss(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    logprobs: Tensor,
+    power_positive: float,
+    decay_positive: float,
+    power_negative: float,
+    decay_negative: float,
+) -> Tensor:
+    """Return -phi(w) A log pi with a soft weight of each rollout, without gradient: [B, T].
+
+    w is the product of the rollout's ratios and phi(w) = w^power exp(decay (1 - w)), which is 1 at
+    w = 1 and 0 far from it; power and decay are `*_positive` where A >= 0. Example: w = 2, power 2,
+    decay 3 give 4 exp(-3). Source: Shen et al. 2026 (VESPO).
+    """
+    log_w = masked_row_sum(log_ratio.detach(), loss_mask)
+
+    def weigh(power: float, decay: float) -> Tensor:
+        return (power * log_w - decay * log_w.expm1()).exp()
+
+    positive = weigh(power_positive, decay_positive)
+    negative = weigh(power_negative, decay_negative)
+    return -torch.where(advantages >= 0, positive, negative) * advantages * logprobs
+
+
+def quadratic_penalty_loss(
+    log_ratio: Tensor, advantages: Tensor, *, logprobs: Tensor, coef: float
+) -> Tensor:
+    """Return -A log pi + coef / 2 log_ratio^2, a likelihood held near the older policy: [B, T].
+
+    Source: Richemond et al. 2024 (DRO), with the policy to compare with in place of the reference.
+    """
+    return -advantages * logprobs + coef / 2 * log_ratio.square()
 
 
 def score_function_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:

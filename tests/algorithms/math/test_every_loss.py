@@ -9,6 +9,7 @@ from torch import Tensor
 
 from streamrl.algorithms.math import losses
 from streamrl.algorithms.math.tokens import apply_mask, kl_estimate
+from streamrl.algorithms.table import VESPO_PARAMS
 from tests.algorithms import ragged
 from tests.algorithms.ragged import BATCHES, Batch
 
@@ -38,6 +39,8 @@ POLICY_LOSSES: dict[str, Loss] = {
     "kl_cov": loss_of(losses.covariance_kl_loss, "chosen", coef=COEF),
     "dppo_tv": loss_of(losses.divergence_masked_loss, "logprobs", kind="tv", **DPPO),
     "dppo_kl": loss_of(losses.divergence_masked_loss, "logprobs", kind="kl", **DPPO),
+    "vespo": loss_of(losses.sequence_gamma_loss, "loss_mask", "logprobs", **VESPO_PARAMS),
+    "dro": loss_of(losses.quadratic_penalty_loss, "logprobs", coef=COEF),
     "reinforce": lambda b: losses.score_function_loss(b["logprobs"], b["advantages"]),
 }
 

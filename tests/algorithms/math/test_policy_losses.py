@@ -37,6 +37,32 @@ def test_a_large_sequence_ratio_keeps_its_gradient(x, ratio):
     check(loss, log_ratio, [ratio] * 2, [math.exp(min(x, 20))] * 2)
 
 
+def test_a_rollout_of_twice_the_probability_has_a_soft_weight():
+    # w = 4 / 2 = 2: 4 exp(-3) for the positive advantage, 8 exp(-2) for the negative one.
+    logprobs = row(-0.5, -1.5).requires_grad_()
+    log_ratio = logprobs - (logprobs.detach() - row(4, 0.5).log())
+    options = {"power_positive": 2, "decay_positive": 3, "power_negative": 3, "decay_negative": 2}
+    loss = losses.sequence_gamma_loss(log_ratio, row(1, -2), ALL, logprobs=logprobs, **options)
+    up, down = 4 * math.exp(-3), 8 * math.exp(-2)
+    check(loss, logprobs, [0.5 * up, -3 * down], [-up, 2 * down])
+
+
+@pytest.mark.parametrize("far", [2000.0, -2000.0])
+def test_a_rollout_far_off_has_no_weight(far):
+    logprobs = row(-1, -1).requires_grad_()
+    log_ratio = logprobs + far
+    options = {"power_positive": 2, "decay_positive": 3, "power_negative": 3, "decay_negative": 2}
+    loss = losses.sequence_gamma_loss(log_ratio, row(1, -1), ALL, logprobs=logprobs, **options)
+    check(loss, logprobs, [0, 0], [0, 0])
+
+
+def test_a_quadratic_penalty_pulls_back_to_the_older_policy():
+    logprobs = row(-1, -2).requires_grad_()
+    log_ratio = logprobs - row(-1.5, -1)
+    loss = losses.quadratic_penalty_loss(log_ratio, row(2, 0), logprobs=logprobs, coef=0.4)
+    check(loss, logprobs, [2 + 0.2 * 0.25, 0.2], [-2 + 0.4 * 0.5, -0.4])
+
+
 # Log-probabilities -1, -2, -3 and advantages 3, 0, 0 where it counts: means -2 and 1.
 COV_LOGPROBS = torch.tensor([[-1.0, math.nan], [-2.0, -3.0]])
 COV_ADVANTAGES = torch.tensor([[3.0, math.nan], [0.0, 0.0]])
