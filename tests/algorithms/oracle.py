@@ -48,6 +48,7 @@ class Rollout:
     score: float = 0.0
     rewards: list[float] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
+    mean_weight: float = 1.0
 
     @property
     def trained(self) -> list[Token]:
@@ -420,7 +421,9 @@ def is_near(xs: Sequence[float], correction: Any) -> list[bool]:
 
 
 def mask_far_tokens(settings: Any, rollouts: Rollouts, version: int) -> None:
-    """Mark tokens that are not near before the first update; exclude rollouts without near ones."""
+    """Do what precedes the first update: mark tokens that are not near, and exclude rollouts
+    without near ones; find the mean weight of the step.
+    """
     pairs: list[tuple[float, Token]] = []
     for r in rollouts:
         xs = drift(r, settings, version)
@@ -428,6 +431,17 @@ def mask_far_tokens(settings: Any, rollouts: Rollouts, version: int) -> None:
         for token, x, near in zip(r.trained, xs, keeps, strict=True):
             token.near = near
             pairs.append((x * x, token))
+    if settings.correction.normalize_weights:
+        by_rollout = [
+            importance(drift(r, settings, version), settings.correction)
+            for r in rollouts
+            if r.trained
+        ]
+        if settings.correction.weights != "token":
+            by_rollout = [weights[:1] for weights in by_rollout]
+        counted = [w for weights in by_rollout for w in weights]
+        for r in rollouts:
+            r.mean_weight = mean(counted) if any(counted) else 1.0
     threshold = settings.correction.second_moment_threshold
     pairs.sort(key=lambda pair: pair[0])
     while threshold is not None and pairs and mean(square for square, _ in pairs) >= threshold:
@@ -631,7 +645,7 @@ def judge(name: str, settings: Any, r: Rollout, version: int) -> tuple[list[floa
     bound = correction.off_policy_threshold
     if bound is not None and mean(t.logprob - t.generator_logprobs for t in r.trained) < -bound:
         kept = [k and t.advantage >= 0 for k, t in zip(kept, r.trained, strict=True)]
-    return importance(xs, correction), kept
+    return [w / r.mean_weight for w in importance(xs, correction)], kept
 
 
 def list_old(settings: Any, r: Rollout, version: int) -> list[float]:

@@ -175,6 +175,8 @@ def draw_config(name: str, seed: int) -> AlgorithmConfig:
         bounds = draw.choice(({}, {"weight_low": 0.8, "weight_high": 1.2}, {"weight_high": None}))
         mode, level = draw.choice(WEIGHT_MODES), draw.choice(("none", *WEIGHT_LEVELS))
         picked |= {"weights": level, "weight_mode": mode, **bounds}
+        is_early = picked["proximal"] == "trainer" and level != "none"
+        picked["normalize_weights"] = is_early and draw.random() < 0.5
     correction = CorrectionConfig(**picked)  # type: ignore[arg-type]
     options = {key: draw.choice(values) for key, values in choices.items()}
     return configure(name, **options, correction=correction)
@@ -240,19 +242,23 @@ def on_tokens(mask: torch.Tensor, numbers: list[float]) -> torch.Tensor:
     return result
 
 
-def find_near(
-    settings: AlgorithmSettings, batch: dict[str, torch.Tensor], current: torch.Tensor
-) -> torch.Tensor:
-    """Return the mask of a step's start, as the trainer's ranks make it."""
+def correct_step(
+    settings: AlgorithmSettings, batch: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return mask and weights of a step's start, as the trainer's ranks make them."""
     proximal = batch["proximal_logprobs"]
-    _, near, _ = correct_before_updates(settings, batch, proximal, version=VERSION)
+    weights, near, (total, count) = correct_before_updates(
+        settings, batch, proximal, version=VERSION
+    )
     squares = (proximal - batch["generator_logprobs"]).square()
     threshold = settings.correction.second_moment_threshold
     if threshold is not None:
         near = near & (
             squares <= second_moment_limit(squares[batch["loss_mask"]], threshold=threshold)
         )
-    return near
+    if not settings.correction.normalize_weights:
+        return {"near": near}
+    return {"near": near, "policy_weights": weights * count / total if total else weights}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -299,12 +305,13 @@ def check_step(config: AlgorithmConfig, step: Step) -> None:
     derived = derive_group_columns(row, settings, columns, step.group_ids)
     mask = derived["loss_mask"]
     if config.correction.corrects_before_updates:
-        near = find_near(settings, {**columns, **derived}, step.logprobs)
+        corrected = correct_step(settings, {**columns, **derived})
+        near = corrected["near"]
         oracle.mask_far_tokens(settings, rollouts, VERSION)
         expected = [t.near for r in rollouts for t in r.trained]
         assert near[mask].tolist() == expected
         columns["rejected"] = mask.any(-1) & ~near.any(-1)
-        derived = derive_group_columns(row, settings, columns, step.group_ids) | {"near": near}
+        derived = derive_group_columns(row, settings, columns, step.group_ids) | corrected
     oracle.credit(config.name, settings, rollouts)
     assert derived["included"].tolist() == [not r.is_excluded for r in rollouts]
     tokens = [t for r in rollouts for t in r.trained]
