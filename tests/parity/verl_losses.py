@@ -154,6 +154,28 @@ def weights(level: str, mode: str, low: float | None, *, far: bool = False) -> P
     )
 
 
+def normalized_weights(level: str) -> ParityCase:
+    """Make a case of importance weights divided by their mean over the step."""
+
+    def ours(batch: Batch) -> Tensor:
+        weights = correction.importance_weights(
+            batch.log_ratio, batch.loss_mask, level=level, high=2.0
+        )
+        total, count = correction.weight_sums(weights, batch.loss_mask, level=level)
+        return weights / (total / count)
+
+    return ParityCase(
+        f"correction.weight_sums, {level}",
+        "compute_rollout_correction_weights, batch_normalize",
+        ours,
+        lambda b: rollout_corr_helper.compute_rollout_correction_weights(
+            b.log_ratio, b.mask, level, 2.0, rollout_is_batch_normalize=True
+        )[0],
+        wider_bound=NEAR,
+        note=COUNTS,
+    )
+
+
 def rejection(kind: str, level: str, high: float, low: float | None = None) -> ParityCase:
     """Make a case of a rejection mask; verl bounds the inverse ratio."""
     threshold = high if low is None else f"{1 / high}_{1 / low}"
@@ -277,6 +299,7 @@ CASES = [
     ),
     agg_loss("token-mean"),
     agg_loss("token-mean", num_tokens=1234, num_sequences=77),
+    agg_loss("token-sum"),
     agg_loss("seq-mean-token-sum"),
     agg_loss("seq-mean-token-sum", num_tokens=1234, num_sequences=77),
     agg_loss("seq-mean-token-sum-norm", max_length=MAX_LENGTH),
@@ -288,6 +311,8 @@ CASES = [
         for mode, low in (("truncate", None), ("mask", 0.5))
     ),
     weights("token", "truncate", None, far=True),
+    normalized_weights("token"),
+    normalized_weights("sequence"),
     rejection("k1", "token", 1.5, low=0.8),
     rejection("k1", "sum", 3.0, low=0.5),
     rejection("k1", "mean", 1.05, low=0.98),
