@@ -88,7 +88,7 @@ def test_advantages_are_derived_from_few_columns(settings, columns):
         (
             AlgorithmConfig,
             {"name": "grppo"},
-            "name=grppo: no such algorithm; the nearest .* is grpo",
+            "name=grppo: no such .*; the nearest .* is grpo",
         ),
         (AlgorithmConfig, {"group_size": 1}, "group_size=1: must be at least 2, because grpo comp"),
         (AlgorithmConfig, {"kl_target": 0.1}, "kl_target=0.1: needs algorithm.kl_coef above 0"),

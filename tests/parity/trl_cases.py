@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from streamrl.algorithms.math import advantages, correction, losses, tokens
+from streamrl.algorithms.table import VESPO_PARAMS
 from tests.algorithms.aggregate import aggregate_loss
 from tests.parity.case import EQUAL, Batch, ParityCase
 
@@ -143,6 +144,8 @@ def reduce_loss(batch: Batch, token_loss: Tensor, loss_type: str) -> Tensor:
         "bnpo": "token-mean",
         "dapo": "token-mean",
         "dr_grpo": "seq-mean-token-sum-norm",
+        "luspo": "seq-mean-token-sum",
+        "vespo": "token-mean",
     }[loss_type]
     rows = len(batch.loss_mask)
     return aggregate_loss(
@@ -250,6 +253,24 @@ CASES = [
         grpo(loss_type="grpo"),
         beta=BETA,
         note="up to 10; TRL has no limit",
+    ),
+    loss_case(
+        "losses.sequence_clipped_surrogate, as luspo",
+        "luspo",
+        lambda b: losses.sequence_clipped_surrogate_loss(
+            b.log_ratio, b.row_advantages, b.loss_mask, **CLIP
+        ),
+        grpo(loss_type="luspo", importance_sampling_level="sequence"),
+        loss_type="luspo",
+    ),
+    loss_case(
+        "losses.sequence_gamma",
+        "vespo",
+        lambda b: losses.sequence_gamma_loss(
+            b.log_ratio, b.row_advantages, b.loss_mask, logprobs=b.logprobs, **VESPO_PARAMS
+        ),
+        grpo(loss_type="vespo"),
+        loss_type="vespo",
     ),
     *(
         weights(level, mode, low)

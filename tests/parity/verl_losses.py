@@ -283,6 +283,14 @@ CASES = [
         policy_loss("dppo_kl", actor(clip_ratio_low=0.02, clip_ratio_high=0.03, clip_ratio_c=1.5)),
     ),
     loss_case(
+        "quadratic_penalty",
+        "dro",
+        lambda b: losses.quadratic_penalty_loss(
+            b.log_ratio, b.advantages, logprobs=b.logprobs, coef=0.6
+        ),
+        policy_loss("dro", actor(policy_loss=PolicyLossConfig(dro_beta=0.6))),
+    ),
+    loss_case(
         "score_function",
         "gpg",
         lambda b: losses.score_function_loss(b.logprobs, b.advantages),
@@ -298,6 +306,7 @@ CASES = [
         wrt="logits",
     ),
     agg_loss("token-mean"),
+    agg_loss("token-sum"),
     agg_loss("token-mean", num_tokens=1234, num_sequences=77),
     agg_loss("token-sum"),
     agg_loss("seq-mean-token-sum"),
