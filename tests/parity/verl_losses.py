@@ -308,7 +308,6 @@ CASES = [
     agg_loss("token-mean"),
     agg_loss("token-sum"),
     agg_loss("token-mean", num_tokens=1234, num_sequences=77),
-    agg_loss("token-sum"),
     agg_loss("seq-mean-token-sum"),
     agg_loss("seq-mean-token-sum", num_tokens=1234, num_sequences=77),
     agg_loss("seq-mean-token-sum-norm", max_length=MAX_LENGTH),
