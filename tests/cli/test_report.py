@@ -128,7 +128,8 @@ def test_the_history_of_a_uid_merges_log_events_and_attempts(report: Report, tmp
     assert descriptions == [
         "0:2:0  event=stall, holder=generator-0",
         "0:2:0  kind=admit, version=0",
-        "0:2:0  kind=end, cause=reward_error, reason=the verifier is down, filtered=False",
+        "0:2:0  kind=end, version=0, cause=reward_error, reason=the verifier is down,"
+        " filtered=False, pass_rate=None",
         "0:2:1  kind=admit, version=0",
         "0:2:1  kind=step, version=1",
         "0:2:0  event=drop, cause=reward_error",
