@@ -10,7 +10,6 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamrl.algorithms.adaptive_params import adapt_multiplier
@@ -136,14 +135,44 @@ def returns(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) 
     return _compute_gae(columns, settings)[1]
 
 
-def _compute_gae(columns: ColumnTensors, settings: AlgorithmSettings) -> tuple["Tensor", "Tensor"]:
+def length_adaptive(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return _compute_gae(columns, settings, alpha=settings.params["alpha"])[0]
+
+
+def monte_carlo_returns(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    """Return the critic's targets under lambda = 1: discounted sums of rewards."""
+    return reward_to_go(columns, ids, settings)
+
+
+def right_weight(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    """Return tokens of the step by tokens of its right rollouts, 0 for rollouts not right: [B]."""
+    scores, tokens = columns["scores"], columns["loss_mask"].sum(-1)
+    tokens_if_right = tokens * (scores > settings.params["right_above"])
+    weight = tokens.sum().to(scores.dtype) / tokens_if_right.sum().clamp(min=1)
+    return torch.where(tokens_if_right > 0, weight, 0.0)
+
+
+def _compute_gae(
+    columns: ColumnTensors, settings: AlgorithmSettings, alpha: float | None = None
+) -> tuple["Tensor", "Tensor"]:
     """Return advantages and returns of generalized advantage estimation, both [B, T].
 
     If time passes by turns, the value before a turn is that before its first token, and all tokens
-    of the turn have its advantage and its return.
+    of the turn have its advantage and its return. With `alpha`, lambda depends on the number of
+    steps.
     """
     rewards, values, mask = columns["token_rewards"], columns["values"], columns["loss_mask"]
-    estimate = partial(adv.generalized_advantages, gamma=settings.gamma, lam=settings.params["lam"])
+
+    def estimate(rewards: "Tensor", values: "Tensor", mask: "Tensor") -> tuple["Tensor", "Tensor"]:
+        lam: float | Tensor
+        if alpha is None:
+            lam = settings.params["lam"]
+        else:
+            lam = adv.length_adaptive_lambda(mask.sum(-1), alpha=alpha)
+        return adv.generalized_advantages(rewards, values, mask, gamma=settings.gamma, lam=lam)
+
     if settings.time_step == "token":
         return estimate(rewards, values, mask)
     turns = adv.TurnSteps(columns[TURN_COLUMN])
@@ -264,6 +293,14 @@ def clipped_surrogate(tokens: TokenLossInput, settings: AlgorithmSettings) -> Lo
         tokens.log_ratio, tokens.advantages, **clips, dual_clip=settings.dual_clip
     )
     return loss, losses.outside_clip_mask(tokens.log_ratio, tokens.advantages, **clips)
+
+
+def clipped_surrogate_and_likelihood(
+    tokens: TokenLossInput, settings: AlgorithmSettings
+) -> LossAndClipped:
+    loss, clipped = clipped_surrogate(tokens, settings)
+    weights = settings.params["likelihood_coef"] * tokens.derived["right_weight"]
+    return loss - weights * tokens.logprobs, clipped
 
 
 def sequence_clipped_surrogate(
@@ -419,6 +456,18 @@ ALGORITHM_SPECS = (
         defaults={"whiten_advantages": True, **KL_IN_REWARD},
         params={"lam": 0.95},
         limits={"lam": FRACTION_LIMITS},
+    ),
+    Algorithm(
+        name="vapo",
+        paper="Yue et al. 2025, VAPO, arXiv:2504.05118",
+        columns=(*TOKEN_SCORE_COLUMNS, "values"),
+        advantages=length_adaptive,
+        token_loss=clipped_surrogate_and_likelihood,
+        derived={"returns": monte_carlo_returns, "right_weight": right_weight},
+        defaults={"clip_high": 0.28, "whiten_advantages": True, **KL_IN_REWARD},
+        params={"alpha": 0.05, "likelihood_coef": 0.1, "right_above": 0.0},
+        limits={"alpha": POSITIVE_LIMITS, "likelihood_coef": NON_NEGATIVE_LIMITS},
+        scope="step",
     ),
     GRPO,
     variant(

@@ -28,6 +28,7 @@ class Token:
     returns: float = 0.0
     cost_returns: float = 0.0
     chosen: bool = False
+    likelihood: float = 0.0
     near: bool = True
 
     def __getattr__(self, name: str) -> Any:
@@ -292,7 +293,11 @@ def by_anchor(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float
 
 
 def estimate(
-    rollout: Rollout, rewards: Sequence[float], values: str, settings: Any
+    rollout: Rollout,
+    rewards: Sequence[float],
+    values: str,
+    settings: Any,
+    lam: Callable[[int], float] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Return generalized advantages and returns of all tokens: sums of discounted deltas."""
     moments = list_moments(rollout, settings.time_step)
@@ -302,7 +307,8 @@ def estimate(
         r + settings.gamma * after - v
         for r, v, after in zip(gained, states, [*states[1:], 0.0], strict=True)
     ]
-    advantages = to_go(deltas, settings.gamma * settings.params["lam"])
+    decay = lam(len(moments)) if lam else settings.params["lam"]
+    advantages = to_go(deltas, settings.gamma * decay)
     targets = [a + v for a, v in zip(advantages, states, strict=True)]
     return spread(rollout, moments, advantages), spread(rollout, moments, targets)
 
@@ -333,8 +339,24 @@ def by_two_critics(group: Rollouts, step: Rollouts, settings: Any) -> list[list[
     return result
 
 
+def by_length_and_critic(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
+    params = settings.params
+    right = [r for r in step if r.score > params["right_above"]]
+    counts = [sum(len(r.trained) for r in rollouts) for rollouts in (step, right)]
+    result = []
+    for r in group:
+        _, returns = estimate(r, r.rewards, "values", settings, lambda n: 1.0)
+        for token, target in zip(r.tokens, returns, strict=True):
+            token.returns = target
+            token.likelihood = counts[0] / counts[1] if r in right and counts[1] else 0.0
+        shorten = lambda n: max(0.0, 1 - 1 / (params["alpha"] * n))  # noqa: E731
+        result.append(estimate(r, r.rewards, "values", settings, shorten)[0])
+    return result
+
+
 ADVANTAGES: dict[str, Callable[[Rollouts, Rollouts, Any], list[list[float]]]] = {
     "ppo": by_critic,
+    "vapo": by_length_and_critic,
     "grpo_turn": by_turn,
     "gigpo": by_anchor,
     "rloo": by_others,
@@ -544,7 +566,13 @@ def lose_quadratic(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
     return -t.advantage * x + s.params["penalty_coef"] * (x - y) ** 2 / 2, False
 
 
+def lose_with_likelihood(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    loss, is_clipped = lose_clipped(t, x, y, s)
+    return loss - s.params["likelihood_coef"] * t.likelihood * x, is_clipped
+
+
 OF_TOKENS: dict[str, Callable[[Token, float, float, Any], tuple[float, bool]]] = {
+    "vapo": lose_with_likelihood,
     "cispo": lose_weighted,
     "sapo": lose_softly,
     "clip_cov": lose_unchosen,

@@ -47,6 +47,7 @@ PARAMS = {
     "dppo_tv": {"ratio_cap": 1.2},
     "dppo_kl": {"ratio_cap": 1.2},
     "gigpo": {"turn_weight": 0.6},
+    "vapo": {"alpha": 0.4, "right_above": 0.1},
     "vespo": {"power_positive": 1.5, "decay_positive": 2.5},
     "dro": {"penalty_coef": 0.6},
     "distill": {"task_weight": 0.7},
@@ -58,7 +59,7 @@ CLIPS = {
     "dppo_kl": (0.01, 0.02),
 }
 TRAINER = CorrectionConfig(proximal="trainer")
-BY_TIME = ("ppo", "remax", "reinforce_pp", "safe_rlhf")
+BY_TIME = ("ppo", "vapo", "remax", "reinforce_pp", "safe_rlhf")
 
 
 def configure(name: str = "grpo", **settings: object) -> AlgorithmConfig:

@@ -165,14 +165,14 @@ def generalized_advantages(
     loss_mask: Tensor,
     *,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return generalized advantage estimates and returns, both [B, T].
 
     delta_t = r_t + gamma V_next - V_t, A_t = delta_t + gamma lam A_next, returns A + V. "next" is
     the next token inside the mask: tokens of tools and environments are skipped, and rewards on
-    them are ignored. After the last token V is 0. For whitening use `masked_whiten`. Source:
-    Schulman et al. 2016 (GAE), equation 16.
+    them are ignored. After the last token V is 0. `lam` may differ between rollouts, [B]. For
+    whitening use `masked_whiten`. Source: Schulman et al. 2016 (GAE), equation 16.
     """
     rewards = apply_mask(token_rewards.double(), loss_mask)
     estimates = apply_mask(values.double(), loss_mask)
@@ -188,6 +188,15 @@ def generalized_advantages(
         advantages[:, t] = apply_mask(next_advantage, is_counted)
     dtype = _get_result_dtype(values)
     return advantages.to(dtype), (advantages + estimates).to(dtype)
+
+
+def length_adaptive_lambda(lengths: Tensor, *, alpha: float) -> Tensor:
+    """Return lambda = 1 - 1 / (alpha length) of each rollout, at least 0: [B] float64.
+
+    Weights of deltas decline over a constant share of a rollout. Example: alpha 0.05 and lengths 10
+    and 200 give 0 and 0.9. Source: Yue et al. 2025 (VAPO).
+    """
+    return 1 - 1 / (alpha * lengths.double()).clamp(min=1)
 
 
 def reward_to_go(token_rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:

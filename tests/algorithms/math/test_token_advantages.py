@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 
-from streamrl.algorithms.math.advantages import generalized_advantages, masked_whiten, reward_to_go
+from streamrl.algorithms.math.advantages import (
+    generalized_advantages,
+    length_adaptive_lambda,
+    masked_whiten,
+    reward_to_go,
+)
 
 NAN = math.nan
 # Two tokens of the policy with a tool's between them, then padding; a single token; none.
@@ -40,3 +45,9 @@ def test_long_sums_are_accurate_in_float32():
     # A mean far from 0 costs little precision.
     far = masked_whiten(2.0**23 + torch.tensor([[0.0, 1.0, 2.0]]), mask[:, :3])
     torch.testing.assert_close(far, torch.tensor([[-1.0, 0.0, 1.0]]))
+
+
+def test_lambda_grows_with_the_length_of_a_rollout():
+    lengths = torch.tensor([0, 10, 40, 200])
+    lam = length_adaptive_lambda(lengths, alpha=0.05)
+    torch.testing.assert_close(lam, torch.tensor([0, 0, 0.5, 0.9], dtype=torch.float64))
