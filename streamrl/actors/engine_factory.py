@@ -142,8 +142,8 @@ def _make_reward_stages(config: RunConfig, role: str, context: RewardContext) ->
         tokenizer,
         accept,
         config.telemetry.rollouts,
-        makes_token_scores=config.algorithm.spec.reads_token_scores,
-        makes_pass_rate=config.data.sampling == "difficulty",
+        pass_score=config.evaluation.pass_score,
+        extra_columns=config.extra_score_columns,
     )
     functions = {REWARD_CALL.stage: scorer.score, BASELINE_CALL.stage: scorer.score_baseline}
     return RewardStages(functions, rewards, scorer.drain_recorded)

@@ -104,10 +104,8 @@ def _shape_rewards(settings: AlgorithmSettings, columns: Mapping[str, Tensor]) -
     Adds token_costs [B, T] if `columns` contain costs.
     """
     sampled, scores = columns["loss_mask"], columns["scores"]
-    # Without token scores all of the score falls on the last token.
-    rest, rewards = scores, torch.zeros_like(sampled, dtype=scores.dtype)
-    if TOKEN_SCORES in columns:
-        rest, rewards = torch.zeros_like(scores), apply_mask(columns[TOKEN_SCORES], sampled)
+    token_scores = columns.get(TOKEN_SCORES, make_token_rewards(scores, sampled))
+    rewards = apply_mask(token_scores, sampled)
     if settings.overlong_buffer:
         penalty = soft_overlong_penalty(
             sampled.sum(-1),
@@ -115,9 +113,9 @@ def _shape_rewards(settings: AlgorithmSettings, columns: Mapping[str, Tensor]) -
             buffer=settings.overlong_buffer,
             factor=settings.overlong_factor,
         )
-        scores, rest = scores + penalty, rest + penalty
-    rewards = rewards + make_token_rewards(rest, sampled)
-    shaped = {**columns, "scores": scores, "token_rewards": rewards}
+        scores, rewards = scores + penalty, rewards + make_token_rewards(penalty, sampled)
+    own = {TOKEN_SCORES: token_scores, "scores": scores, "token_rewards": rewards}
+    shaped = {**columns, **own}
     if "costs" in columns:
         shaped["token_costs"] = make_token_rewards(columns["costs"], sampled)
     if settings.kl_coef and settings.kl_in == "reward":

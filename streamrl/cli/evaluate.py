@@ -172,7 +172,9 @@ async def _evaluate_files(
     check_weight_files(model, "model.path")
     tokenizer = load_tokenizer(model)
     limits = config.make_prompt_limits(model, most_tokens=None)
-    loaded = load_prompts([*files.values()], tokenizer, limits, max_prompts=config.evaluation.limit)
+    loaded = load_prompts(
+        [*files.values()], tokenizer, limits, max_prompts=config.evaluation.max_rows
+    )
     for note in await rewards.run_preflight():
         print(f"streamrl: {note}", file=sys.stderr)
     prompts = {name: file.prompts for name, file in zip(files, loaded, strict=True)}

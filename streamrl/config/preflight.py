@@ -188,7 +188,7 @@ def open_prompt_files(
         inspect=inspect,
     )
     evaluation = load_prompts(
-        data.eval_files, tokenizer(), limits, max_prompts=config.evaluation.limit
+        data.eval_files, tokenizer(), limits, max_prompts=config.evaluation.max_rows
     )
     return train, evaluation
 

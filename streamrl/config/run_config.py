@@ -390,9 +390,15 @@ class RunConfig(ConfigSections):
 
     @property
     def score_part_columns(self) -> tuple[str, ...]:
-        """Queue columns that come with scores and costs: `component_columns`, and token scores."""
+        """Queue columns that come with scores and costs, and that trainers read."""
         by_token = (TOKEN_SCORES,) if self.algorithm.spec.reads_token_scores else ()
         return (*self.component_columns, *by_token)
+
+    @property
+    def extra_score_columns(self) -> tuple[str, ...]:
+        """Columns that rewards make for the algorithm's credit and for the choice of prompts."""
+        by_token = (TOKEN_SCORES,) if self.algorithm.spec.reads_token_scores else ()
+        return (*by_token, *(("pass_rate",) if self.data.sampling == "difficulty" else ()))
 
     def bound_group_bytes(self, tokens: int) -> int:
         """Return the bytes of the largest group that the run can store in the queue.
@@ -428,6 +434,11 @@ def _iter_size_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Yield the rules on sizes of groups, steps and completions, and on staleness."""
     algorithm, groups = config.algorithm, config.pipeline.groups_per_step
     longest = config.max_completion_tokens
+    yield (
+        config.reads_states and not config.environment.is_enabled,
+        "algorithm.name",
+        "compares turns in equal states of an environment. Set environment.path",
+    )
     yield (
         algorithm.overlong_buffer > longest,
         "algorithm.overlong_buffer",
@@ -529,6 +540,11 @@ def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _iter_episode_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Yield the rules on limits of episodes, and on algorithms that have none."""
     yield (
+        config.evaluation.unique,
+        "evaluation.unique",
+        "has no meaning with environments, whose rows may differ in more than their prompt",
+    )
+    yield (
         config.generator.max_new_tokens > config.environment.max_tokens,
         "environment.max_tokens",
         f"must be at least generator.max_new_tokens={config.generator.max_new_tokens}, the limit of"
@@ -556,11 +572,6 @@ def _iter_score_conflicts(config: RunConfig) -> Iterator[Conflict]:
         config.costs and not needs_costs,
         "algorithm.name",
         "uses no costs; to only log a score, add a reward of weight 0",
-    )
-    yield (
-        config.reads_states and not config.environment.is_enabled,
-        "algorithm.name",
-        "compares turns in equal states of an environment. Set environment.path",
     )
     specs = config.environment.specs.values()
     yield (

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -24,7 +24,6 @@ from streamrl.messages import (
     TokenSource,
     TurnOutcome,
     count_samples,
-    describe_prompt,
     find_first_samples,
     split_token_column,
 )
@@ -255,9 +254,9 @@ class RewardScorer:
     """Decodes completions and scores them with the run's rewards, all groups concurrently.
 
     group_filter: applies to groups of the stream, not to groups of an evaluation. recording: which
-    scored groups are kept for `rollouts/`. makes_token_scores: a group of which a part of a score
-    falls elsewhere than on the last token gets column `token_scores`. makes_pass_rate: groups get
-    column `pass_rate`, and verdicts of the filter have it.
+    scored groups are kept for `rollouts/`. pass_score: lowest score of a right completion.
+    extra_columns: `token_scores`, for groups of which a part of a score falls elsewhere than on the
+    last token, and `pass_rate`, the share of right completions.
     """
 
     def __init__(
@@ -267,11 +266,12 @@ class RewardScorer:
         group_filter: GroupFilter,
         recording: RolloutConfig,
         *,
-        makes_token_scores: bool = False,
-        makes_pass_rate: bool = False,
+        pass_score: float = 1.0,
+        extra_columns: Collection[str] = (),
     ) -> None:
-        self._makes_token_scores = makes_token_scores
-        self._makes_pass_rate = makes_pass_rate
+        self._pass_score = pass_score
+        self._makes_token_scores = TOKEN_SCORES in extra_columns
+        self._makes_pass_rate = "pass_rate" in extra_columns
         self._reward_set = rewards
         self._tokenizer = tokenizer
         self._group_filter = group_filter
@@ -312,19 +312,26 @@ class RewardScorer:
         if isinstance(group_result, StreamError):
             return group_result
         columns = self._reward_set.to_columns(group_result)
-        # Groups of an evaluation come without a lease.
+        place = partial(self._place_scores, experience, group_result, completions)
+        # Groups of an evaluation, and of an own loop, come without a lease.
         if not experience.lease.token:
-            return {**columns, "answers": hash_answers(group_result)}
-        pass_rate = self._reward_set.count_prompt(group_result)
+            return {
+                **columns,
+                "answers": hash_answers(group_result),
+                **(place() if self._makes_token_scores else {}),
+            }
+        pass_rate = self._reward_set.count_prompt(group_result.totals >= self._pass_score)
         reasons = experience.columns["finish_reason"]
         ends = {"finish_reason": reasons[find_first_samples(count_samples(experience.columns))]}
         try:
-            token_scores = self._place_scores(experience, group_result, completions)
             reason = self._group_filter(experience.prompt, columns | ends)
         except RewardError as error:
             return error
         if reason:
             return FilteredGroup(reason, pass_rate if self._makes_pass_rate else None)
+        token_scores: Columns = {}
+        if group_result.has_places and (self._makes_token_scores or self._recording.every):
+            token_scores = place()
         if self._recording.every and self._num_recorded < MAX_RECORDED_CHARACTERS:
             self._record_group(experience, completions, group_result, token_scores)
         made = dict(token_scores) if self._makes_token_scores else {}
@@ -338,19 +345,9 @@ class RewardScorer:
         group_result: GroupRewardResult,
         completions: Sequence[Completion],
     ) -> Columns:
-        """Return column `token_scores`; nothing if all scores fall on last tokens.
-
-        Raises RewardError.
-        """
-        if not group_result.has_places:
-            return {}
-        assert experience.prompt is not None
-        try:
-            placed = self._reward_set.place_scores(
-                group_result, completions, partial(measure_pieces, self._tokenizer)
-            )
-        except RewardError as error:
-            raise RewardError(f"{describe_prompt(experience.prompt)}: {error}") from None
+        """Return column `token_scores`, float32 [tokens]."""
+        measure = partial(measure_pieces, self._tokenizer)
+        placed = self._reward_set.place_scores(group_result, completions, measure)
         loss_mask = experience.columns["loss_mask"]
         column = np.zeros(len(loss_mask), np.float32)
         column[loss_mask] = placed

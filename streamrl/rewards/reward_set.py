@@ -14,7 +14,7 @@ from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, desc
 from streamrl.rewards.interface.completion import LAST_TURN, Completion
 from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.metric_means import MetricSums, add_extra_metrics
-from streamrl.rewards.token_scores import PieceFunction, place_group_scores
+from streamrl.rewards.token_scores import PieceFunction, check_places, place_group_scores
 from streamrl.user_code.concurrent_calls import map_concurrently
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 
@@ -211,24 +211,14 @@ class RewardSet:
             add_extra_metrics(self._extra_metrics, self._score_spec.column_prefix + name, results)
         return GroupRewardResult(components, totals, passes_gates)
 
-    def count_prompt(self, group_result: GroupRewardResult) -> float:
+    def count_prompt(self, is_right: Array) -> float:
         """Add a prompt to the means of prompts whose completions are all right, or all wrong.
 
-        Returns the share of right completions, 0 without any. A completion is right if every
-        component with a weight or a gate passes it or abstains.
+        `is_right` bool [G]. Returns the share of right completions.
         """
-        counted = [
-            group_result.components[component.name]
-            for component in self._components
-            if component.weight or component.is_gate
-        ]
-        rights = [
-            all(result.outcome is RewardOutcome.PASS or result.is_not_judged for result in results)
-            for results in zip(*counted, strict=True)
-        ]
-        self._extra_metrics.add("rollout/all_right_frac", bool(rights) and all(rights))
-        self._extra_metrics.add("rollout/all_wrong_frac", bool(rights) and not any(rights))
-        return sum(rights) / max(len(rights), 1)
+        self._extra_metrics.add("rollout/all_right_frac", float(is_right.all()))
+        self._extra_metrics.add("rollout/all_wrong_frac", float(not is_right.any()))
+        return float(is_right.mean())
 
     def place_scores(
         self,
@@ -257,6 +247,13 @@ class RewardSet:
             raise RewardError(f"{where}: the reward cancelled itself") from None
         scores = np.array([0.0 if r.is_not_judged else r.score for r in results])
         _validate_finite(scores, where)
+        for i, result in enumerate(results):
+            try:
+                if result.has_places and self._score_spec is COSTS:
+                    raise RewardError("has scores of parts; a cost falls on the last token")
+                check_places(result, completions[i], component.part)
+            except RewardError as error:
+                raise RewardError(f"{where}: completion {i} {error}") from None
         return results
 
     def _combine_scores(

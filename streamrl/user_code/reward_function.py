@@ -356,7 +356,9 @@ class UserFunction:
         )
         parsed = [tuple(map(to_finite_float, x)) for x in rows if isinstance(x, list | tuple)]
         entries = [tuple(x for x in row if x is not None) for row in parsed]
-        if len(entries) < len(rows) or any(len(entry) != size for entry in entries):
+        are_whole = all(int(x) == x for entry in entries for x in entry[: size - 1])
+        is_complete = len(entries) == len(rows) and all(len(entry) == size for entry in entries)
+        if not (is_complete and are_whole and (rows or key == "spans")):
             wanted = "numbers" if size == 1 else "(start, end, score)"
             problem = f" for completion {index}: {key} must be a list of {wanted}"
             raise self._make_result_error(scores, problem)

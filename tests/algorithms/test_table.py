@@ -260,6 +260,14 @@ def test_an_inconsistent_row_is_refused(changes, message):
             "filter.kind=equal_rewards: has no effect: algorithm.group_size=1",
         ),
         ("grpo", ["algorithm.correction.reject_high=2"], "has no effect with reject=none"),
+        ("gigpo", [], "gigpo: compares turns in equal states of an environment. Set environment.p"),
+        ("ppo", ["algorithm.time_step=turn", "algorithm.gamma=2"], "gamma=2.0: must be at least 0"),
+        (
+            "grpo",
+            ["algorithm.time_step=turn"],
+            "time_step=turn: has no effect: grpo has no",
+        ),
+        ("grpo_turn", ["algorithm.time_step=turn"], "grpo_turn counts time in turns"),
         ("gdpo", ["algorithm.overlong_buffer=4"], "normalizes every reward separately"),
     ],
 )

@@ -87,6 +87,19 @@ async def test_prompts_of_right_and_of_wrong_rollouts_are_counted_before_the_fil
     assert means["rollout/all_wrong_frac"] == 1 / 4
 
 
+async def test_own_loops_get_token_scores_of_every_group():
+    reward, places = contains("b"), {"token_scores"}
+    scorer = RewardScorer(
+        one_reward(reward), Letters(), accept_group, RolloutConfig(), extra_columns=places
+    )
+    (queued,) = await scorer.score([GROUP])
+    assert isinstance(queued, Mapping) and "token_scores" not in queued, "all fall on last tokens"
+    (columns,) = await scorer.score([experience(GROUP.columns, token=0)])
+    assert isinstance(columns, Mapping)
+    # Rollouts of 3, 2 and 2 tokens, of which the first and the last have a b.
+    assert columns["token_scores"].tolist() == [0, 0, 2, 0, 0, 0, 2]
+
+
 async def test_a_failed_baseline_is_an_error_not_a_zero():
     scorer = RewardScorer(one_reward(FailingReward()), Letters(), accept_group, RolloutConfig())
     (error,) = await scorer.score_baseline([GREEDY])

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from streamrl.errors import RewardError
+from streamrl.messages import Prompt
 from streamrl.rewards.interface.completion import Completion
+from streamrl.rewards.interface.reward import Reward
 from streamrl.rewards.reward_scorer import measure_pieces
-from streamrl.rewards.token_scores import place_group_scores, place_score
+from streamrl.rewards.reward_set import COSTS, REWARDS, RewardComponent, RewardSet
+from streamrl.rewards.token_scores import check_places, place_group_scores, place_score
 from streamrl.user_code.reward_result import RewardOutcome, RewardResult
 from tests.bpe_tokenizer import make_byte_tokenizer
 
@@ -58,14 +61,12 @@ def test_a_score_falls_where_the_reward_says(places, part, expected):
         ({"span_scores": ((2, 4, 1.0),)}, "last_turn", "characters 2 to 4, the text has 3"),
         ({"span_scores": ((1, 1, 1.0),)}, "last_turn", "characters 1 to 1, the text has 3"),
         ({"span_scores": ((0, 1, 1.0),)}, "conversation", "set of=sampled, not of=conversation"),
+        ({"turn_scores": (2e38, -2e38)}, "sampled", "overflow a float32"),
     ],
 )
-def test_scores_that_do_not_fit_a_completion_name_reward_and_completion(places, part, message):
-    results = {"steps": [make_result(1.0), make_result(1.0, **places)]}
-    with pytest.raises(RewardError, match=f"reward steps: completion 1: .*{message}"):
-        place_group_scores(
-            results, {"steps": (1.0, part)}, np.ones(2, bool), [COMPLETION] * 2, measure
-        )
+def test_parts_that_do_not_fit_a_completion_are_refused(places, part, message):
+    with pytest.raises(RewardError, match=message):
+        check_places(make_result(1.0, **places), COMPLETION, part)
 
 
 def test_placed_scores_are_weighed_and_mixed_as_scores_are():
@@ -77,6 +78,24 @@ def test_placed_scores_are_weighed_and_mixed_as_scores_are():
     np.testing.assert_allclose(placed, [0, 2, 0, 0, 2, 0, 2, 0, 0, 0])
     gated = place_group_scores(results, weights, ~passes, [COMPLETION] * 2, measure)
     assert not gated.any(), "a completion that fails a gate has score 0"
+
+
+@pytest.mark.parametrize(
+    ("score_spec", "message"),
+    [
+        (REWARDS, "reward has, .*: completion 0 has scores of 2 turns, there are 1"),
+        (COSTS, "cost has, .*: completion 0 has scores of parts; a cost falls on the last token"),
+    ],
+)
+async def test_misplaced_parts_name_the_component_also_of_texts(score_spec, message):
+    class TwoTurns(Reward):
+        async def score(self, prompt, completions):
+            return [make_result(1.0, turn_scores=(1.0, 0.0))]
+
+    component = RewardComponent("has", 1.0, False, TwoTurns())
+    rewards = RewardSet([component], score_spec=score_spec)
+    with pytest.raises(RewardError, match=message):
+        await rewards.judge_texts(Prompt("0:1:0", np.array([0], np.int32)), ["a"])
 
 
 def test_pieces_are_measured_without_special_tokens():

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 
@@ -381,9 +382,11 @@ class UserEnvironment:
         if not self.description.has_state:
             return 0
         key = await self.call("state_key")
-        if not isinstance(key, str | int):
+        if not isinstance(key, str | Integral):
             raise self.make_result_error("state_key", key, "a text or an int")
-        return derive_seed(str(key), digest_size=8) or 1
+        # Numbers of numpy are equal to those of Python; a text may have lone surrogates.
+        name = ascii(key) if isinstance(key, str) else f"{int(key):x}"
+        return derive_seed(name, digest_size=8) or 1
 
     async def score(self, episode: EpisodeSummary) -> float:
         if not self.description.has_score:

@@ -21,7 +21,8 @@ class EvaluationConfig:
     top_p: nucleus sampling: sample from the smallest set of tokens with this total probability.
     top_k: sample from the k likeliest tokens; 0 or -1: from all tokens.
     unique: evaluate a prompt once that several rows of a file repeat. For benchmarks that hold each
-        problem many times: by `samples` instead, pass@k and intervals are those of problems.
+        problem many times: by `samples` instead, pass@k and intervals are those of problems. A row
+        repeats another of equal prompt, ground truth and data source. Not with environments.
     limit: number of prompts evaluated per file, from its beginning; null: all prompts.
     seed: sampling seed; the same weights and seed give the same result.
     pass_score: lowest score of a completion that passes.
@@ -40,6 +41,11 @@ class EvaluationConfig:
     limit: Annotated[int | None, at_least(1)] = None
     seed: Annotated[int, at_least(0, MAX_SEED)] = 0
     pass_score: float = 1.0
+
+    @property
+    def max_rows(self) -> int | None:
+        """Number of rows of a file that are read; None: all, as repeated ones do not count."""
+        return None if self.unique else self.limit
 
     @property
     def sampling(self) -> SamplingSettings:

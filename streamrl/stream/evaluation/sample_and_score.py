@@ -132,10 +132,10 @@ async def evaluate_policy(
     with its text. Raises every other error of `generate` and `score`; remaining tasks are
     cancelled first.
     """
-    files = {name: file[: config.limit] for name, file in prompts.items()}
-    if config.unique:
-        files = {name: _drop_repeated(file) for name, file in files.items()}
-    chosen = [(name, prompt) for name, file in files.items() for prompt in file]
+    files = {
+        name: _drop_repeated(file) if config.unique else file for name, file in prompts.items()
+    }
+    chosen = [(name, prompt) for name, file in files.items() for prompt in file[: config.limit]]
     if not chosen:
         raise ValueError("evaluation: no prompts")
 

@@ -51,7 +51,8 @@ async def test_replies_are_answered_until_one_ends_the_episode(open_session, sou
 
 
 async def test_equal_states_have_equal_numbers_and_the_end_has_none(open_session):
-    keys = "keys = iter(['left', 7, 'left', b'?'])\n    def state_key(self): return next(self.keys)"
+    keys = "keys = iter(['\\ud800', 7, '\\ud800', b'?'])"
+    keys += "\n    def state_key(self): return next(self.keys)"
     session = open_session(make_turns("return Turn('x', done=reply.text == 'end')", before=keys))
     states = [(await session.reset()).result.state]
     states += [(await session.step(text)).result.state for text in ("go", "go", "end")]

@@ -133,6 +133,8 @@ async def test_a_dict_places_parts_of_the_score(reward_from, returned, score, pl
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
+        ("{'turns': []}", "completion 0: turns must be a list of numbers"),
+        ("{'spans': [(0, 1.5, 1)]}", "completion 0: spans must be a list of"),
         ("{'turns': 1}", "returned 1 for completion 0: turns must be a list of numbers"),
         ("{'tokens': [1, None]}", "completion 0: tokens must be a list of numbers"),
         ("{'spans': [(1, 2)]}", r"completion 0: spans must be a list of \(start, end, score\)"),

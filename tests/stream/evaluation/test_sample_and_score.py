@@ -95,6 +95,8 @@ async def test_a_prompt_that_rows_repeat_is_evaluated_once_if_asked():
     assert (await evaluate(held_out, samples=1)).num_prompts == 4
     result = await evaluate(held_out, samples=1, unique=True)
     assert (result.num_prompts, result.mean_at_k) == (3, pytest.approx((1 + 0 + 1) / 3))
+    limited = await evaluate(held_out, samples=1, unique=True, limit=3)
+    assert limited.num_prompts == 3, "the limit counts prompts, not rows"
 
 
 async def test_components_have_means_without_weights_and_abstentions():
