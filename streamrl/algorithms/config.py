@@ -156,6 +156,11 @@ class AlgorithmConfig:
             f" algorithm.kl_kind={kind.removesuffix('+')}.",
         )
         yield (
+            self.kl_coef and self.kl_in == "reward" and "ref_logprobs" in row.columns,
+            "kl_in",
+            f"{self.name} compares with the reference in its advantages. Set algorithm.kl_in=loss.",
+        )
+        yield (
             self.kl_target is not None and not self.kl_coef,
             "kl_target",
             "needs algorithm.kl_coef above 0 as the initial weight",

@@ -71,7 +71,7 @@ CONDITIONS: Mapping[str, tuple[Callable[[Mapping[str, float]], bool], str]] = {
 class AlertWatch:
     """Watch over the rows of a run.
 
-    compares_rollouts: whether the algorithm learns from differences within a group alone.
+    compares_rollouts: whether the algorithm learns from differences of scores within a group alone.
     """
 
     compares_rollouts: bool = False

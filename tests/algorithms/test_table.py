@@ -268,6 +268,11 @@ def test_an_inconsistent_row_is_refused(changes, message):
             "time_step=turn: has no effect: grpo has no",
         ),
         ("grpo_turn", ["algorithm.time_step=turn"], "grpo_turn counts time in turns"),
+        (
+            "distill",
+            ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_kind=k1"],
+            "in its adv",
+        ),
         ("gdpo", ["algorithm.overlong_buffer=4"], "normalizes every reward separately"),
     ],
 )

@@ -382,6 +382,7 @@ def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: PromptStr
 
 
 def _make_run_facts(config: RunConfig, resume: ResumePoint | None) -> RunInfo:
+    spec = config.algorithm.spec
     return RunInfo(
         name=config.run.name,
         run_dir=config.run_dir,
@@ -389,7 +390,7 @@ def _make_run_facts(config: RunConfig, resume: ResumePoint | None) -> RunInfo:
         max_staleness=config.pipeline.max_staleness,
         resume_step=resume.version if resume else None,
         has_filter=config.filter.is_enabled,
-        compares_rollouts=config.algorithm.spec.min_group_size > 1,
+        compares_rollouts=spec.min_group_size > 1 and not spec.reads_token_scores,
     )
 
 

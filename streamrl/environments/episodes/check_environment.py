@@ -521,6 +521,7 @@ class EpisodeRecord:
 
     def see_start(self, prompt: Prompt, start: ResetResult) -> None:
         self.events.append(("first observation", list(start.messages)))
+        self.events.append(("first state", start.state))
 
     def see_turn(self, reply: Reply, step: EnvironmentStep) -> None:
         self.num_turns += 1
@@ -532,6 +533,7 @@ class EpisodeRecord:
             "observation": list(step.messages),
             "reward": step.reward,
             "end": step.done,
+            "state": step.state,
             "outcomes of calls": list(step.outcomes),
         }
         self.events += [(f"turn {self.num_turns}: {name}", seen[name]) for name in seen]

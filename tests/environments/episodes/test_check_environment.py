@@ -19,7 +19,13 @@ from streamrl.environments.episodes.check_environment import (
     make_random_policy,
     parse_turn,
 )
-from streamrl.environments.interface import CallOutcome, EnvironmentStep, Message, Reply
+from streamrl.environments.interface import (
+    CallOutcome,
+    EnvironmentStep,
+    Message,
+    Reply,
+    ResetResult,
+)
 from streamrl.environments.tool_calls.tool_schema import make_tool_schema
 from streamrl.messages import FinishReason, Prompt
 from tests.descendants import descendants
@@ -180,6 +186,10 @@ def test_the_first_difference_of_two_episodes_has_its_turn():
     assert find_first_difference(first, make_record()) == "turn 2: reply: ('x', []), then 0.0"
     scored = make_record(rewards=(0.0, 0.5), score=1.0)
     assert find_first_difference(first, scored) == "score: 0.0, then 1.0"
+    named = [make_record(), make_record()]
+    for state, record in enumerate(named, start=1):
+        record.see_start(record.prompt, ResetResult(state=state))
+    assert find_first_difference(*named) == "first state: 1, then 2"
 
 
 @pytest.mark.parametrize(
