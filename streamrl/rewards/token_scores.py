@@ -11,6 +11,7 @@ from streamrl.user_code.reward_result import RewardResult
 
 PieceFunction = Callable[[Array], Sequence[int]]
 """Returns the number of characters that each token id adds to a text without special tokens."""
+MAX_SCORE = float(np.finfo(np.float32).max)
 TURN_SEPARATOR_CHARS = 1
 """Newline between turns in the text of all turns, see `Completion.get_part`."""
 
@@ -34,7 +35,7 @@ def check_places(result: RewardResult, completion: Completion, part: str) -> Non
                 f"has a score of characters {start} to {end}, the text has {text_length}"
             )
     numbers = [*result.turn_scores, *result.token_scores, *(x for *_, x in result.span_scores)]
-    if not sum(map(abs, numbers)) <= np.finfo(np.float32).max:
+    if not sum(map(abs, numbers)) <= MAX_SCORE:
         raise RewardError("has scores of parts that overflow a float32")
 
 

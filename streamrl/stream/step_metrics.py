@@ -19,6 +19,8 @@ TRAINED_METRICS = tuple(
     if metric.name.startswith(("loss/", "policy/", "critic/", "cost_critic/", "correction/"))
 )
 """Metrics of trained models; NaN in steps that do not train the model."""
+REPORTED_METRICS = ("rollout/all_right_frac", "rollout/all_wrong_frac")
+"""Metrics that scorers report; NaN in steps before which none did."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ class StepFacts:
 def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     """Return all metrics of a training step by name (telemetry/metric_names.py).
 
-    Metrics of models that the step did not train are NaN.
+    Metrics of models that the step did not train are NaN, and those that scorers report, which they
+    may do only after the step.
     """
-    row: dict[str, float | Histogram] = {**dict.fromkeys(TRAINED_METRICS, NAN), "cost/mean": NAN}
+    unknown = (*TRAINED_METRICS, *REPORTED_METRICS, "cost/mean")
+    row: dict[str, float | Histogram] = dict.fromkeys(unknown, NAN)
     row |= compute_score_metrics(facts.metric_sums)
     row |= _compute_rollout_metrics(facts)
     row |= _compute_staleness_metrics(facts)
