@@ -376,7 +376,9 @@ def catch_message(kind: type[Exception], run: Callable[[], object]) -> str:
 
 def muon_updates(job: RankJob, layout: Layout) -> None:
     """Run two steps with Muon, and the second again from the checkpoint of the first."""
-    folder = job.folder / f"muon-{layout.label}-{job.rank}"
+    # Ranks of one share a folder; each process alone has its own.
+    alone = f"-{job.rank}" if layout.world_size == 1 else ""
+    folder = job.folder / f"muon-{layout.label}{alone}"
     trainer = job.trainer(layout, optimizer="muon")
     results = [parameters_of(trainer)]
     train_step(trainer, 1, layout.num_shares)
@@ -386,7 +388,7 @@ def muon_updates(job: RankJob, layout: Layout) -> None:
     results.append(parameters_of(trainer))
     trainer.close()
     trainer = job.trainer(layout, optimizer="muon")
-    trainer.load_training_state(job.folder / f"muon-{layout.label}-0")
+    trainer.load_training_state(folder)
     results.append(parameters_of(trainer))
     train_step(trainer, 1, layout.num_shares)
     job.results[f"muon/{layout.label}"] = [*results, parameters_of(trainer)]
