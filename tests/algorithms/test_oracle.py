@@ -140,7 +140,7 @@ def draw_config(name: str, seed: int) -> AlgorithmConfig:
     """Return a row's config with a random choice of every option that the row reads."""
     draw = random.Random(f"{name} {seed}")
     by_score = name not in oracle.ADVANTAGES
-    in_reward = name != "gdpo" and draw.random() < 0.3
+    in_reward = name not in ("gdpo", "distill") and draw.random() < 0.3
     choices: dict[str, tuple[object, ...]] = {
         "loss_aggregation": LOSS_AGGREGATIONS,
         "mask_truncated": (False, True),
@@ -274,7 +274,7 @@ def test_steps_equal_independent_arithmetic(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_random_combinations_of_options_equal_independent_arithmetic(name: str) -> None:
-    for seed in range(8):
+    for seed in range(4):
         check_step(draw_config(name, seed), make_random_step(seed))
 
 

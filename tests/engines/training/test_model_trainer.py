@@ -328,7 +328,7 @@ def test_resume_restores_the_master_weights_of_any_stage(results, expected, stag
         assert num_updates == 2
 
 
-@parametrize_layouts("muon_updates", on=[ONE, TWO], quick=[TWO])
+@parametrize_layouts("muon_updates", on=[ONE, TWO])
 def test_muon_makes_orthogonal_updates_of_matrices_and_resumes(results, layout):
     for start, first, second, loaded, again in results[f"muon/{layout.label}"]:
         matrices = [name for name in start if name.endswith("proj.weight")]
