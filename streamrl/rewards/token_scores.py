@@ -66,7 +66,7 @@ def _place_spans(
     result: RewardResult, completion: Completion, part: str, measure_pieces: PieceFunction
 ) -> Array:
     """Return the scores of spans of characters by token of the part, float64 [N]."""
-    turns = completion.turn_ids[-1:] if part == LAST_TURN else completion.turn_ids
+    turns = completion.get_part_turns(part)
     # The end of each token in the text; the first token of a turn includes the separator before.
     pieces = [np.array(measure_pieces(ids), np.int64) for ids in turns]
     for later in pieces[1:]:

@@ -49,11 +49,12 @@ def derive_columns(
     """
     if not groups:
         return {}
-    names = list(list_derivation_columns(spec, settings))
+    names = list_derivation_columns(spec, settings)
     if spec.reads_token_scores:
-        groups = _complete_token_scores(groups)
-        if TOKEN_SCORES not in next(iter(groups.values())):
-            names.remove(TOKEN_SCORES)
+        groups = {
+            uid: {TOKEN_SCORES: _place_on_last_tokens(columns), **columns}
+            for uid, columns in groups.items()
+        }
     samples = {uid: count_samples(columns) for uid, columns in groups.items()}
     episodes = [
         join_samples(_spread_turns({name: columns[name] for name in names}), samples[uid])
@@ -80,16 +81,6 @@ def derive_columns(
             for name, values in derived.items()
         }
         for uid, rows in zip(groups, episode_slices, strict=True)
-    }
-
-
-def _complete_token_scores(groups: Mapping[str, Columns]) -> Mapping[str, Columns]:
-    """Return the groups all with token scores, or as they are if none has any."""
-    if all(TOKEN_SCORES not in columns for columns in groups.values()):
-        return groups
-    return {
-        uid: {TOKEN_SCORES: _place_on_last_tokens(columns), **columns}
-        for uid, columns in groups.items()
     }
 
 

@@ -58,8 +58,12 @@ class Completion:
 
     def get_part_ids(self, part: str) -> list[int] | None:
         """Return the sampled tokens of a part; None for a text alone."""
-        turns = self.turn_ids[-1:] if part == LAST_TURN else self.turn_ids
+        turns = self.get_part_turns(part)
         return [int(token) for ids in turns for token in ids] if turns else None
+
+    def get_part_turns(self, part: str) -> tuple[Array, ...]:
+        """Return the sampled tokens of a part by turn; () for a text alone."""
+        return self.turn_ids[-1:] if part == LAST_TURN else self.turn_ids
 
     def get_part(self, part: str) -> str:
         """Return the text of a part, one of COMPLETION_PARTS; turns are joined by newlines."""
