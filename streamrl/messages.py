@@ -45,9 +45,12 @@ class ColumnAxis(Enum):
 
 @dataclass(frozen=True)
 class ColumnSpec:
+    """Type of a column. A wide one has several entries per token, as many for each of a group."""
+
     dtype: str
     axis: ColumnAxis
     description: str
+    is_wide: bool = False
 
 
 COLUMN_SPECS: Mapping[str, ColumnSpec] = {
@@ -107,6 +110,18 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     "conversations": ColumnSpec(
         "uint8", ColumnAxis.TEXT, "chat messages of each episode, as compressed JSON"
     ),
+    "sampling_mask": ColumnSpec(
+        "int32",
+        ColumnAxis.TOKEN,
+        "ids of the words that the token was sampled from; only -1: from all",
+        is_wide=True,
+    ),
+    "routed_experts": ColumnSpec(
+        "uint8",
+        ColumnAxis.TOKEN,
+        "experts of each layer that the generator chose; 255: unknown",
+        is_wide=True,
+    ),
     "episode": ColumnSpec(
         "int32", ColumnAxis.ROLLOUT, "index of the episode that the rollout is a sample of"
     ),
@@ -145,6 +160,10 @@ COST_PREFIX = "cost/"
 COMPONENT_COLUMN_SPEC = ColumnSpec(
     "float32", ColumnAxis.ROLLOUT, "one named reward, or cost, of those combined"
 )
+
+
+NO_ENTRY = np.int64(-1)
+"""Fill of a wide column where a token has fewer entries, or none; 255 in uint8."""
 
 
 def is_component_column(name: str) -> bool:
@@ -370,6 +389,11 @@ def split_token_column(column: Array, lengths: Array) -> list[Array]:
     return np.split(column, np.cumsum(lengths)[:-1])
 
 
+def get_token_rows(name: str, column: Array, num_tokens: int) -> Array:
+    """Return a token column with a row per token: [T, width] if it is wide, else [T] as it is."""
+    return column.reshape(num_tokens, -1) if get_column_spec(name).is_wide else column
+
+
 def columns_to_rollouts(columns: Columns) -> list[Rollout]:
     """Split the ROLLOUT_COLUMNS of a group into rollouts, whose arrays are views of the columns."""
     lengths = columns["lengths"]
@@ -489,9 +513,10 @@ def check_column_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
     for name, entries in sizes.items():
         spec = get_column_spec(name)
         wanted = expected.get(spec.axis, entries)
-        if entries != wanted:
+        if entries % wanted if spec.is_wide and wanted else entries != wanted:
+            several = " or a multiple" if spec.is_wide else ""
             raise ContractError(
-                f"column {name}: {spec.dtype}[{entries}], wanted {spec.dtype}[{wanted}]"
+                f"column {name}: {spec.dtype}[{entries}], wanted {spec.dtype}[{wanted}]{several}"
             )
 
 

@@ -10,6 +10,7 @@ from streamrl.messages import (
     GroupInfo,
     Prompt,
     Rollout,
+    check_column_sizes,
     check_samples,
     count_samples,
     extract_completions,
@@ -91,3 +92,11 @@ def test_samples_of_an_episode_must_follow_each_other(episode: list[int]):
 def test_a_group_that_was_journaled_before_episodes_had_samples_is_read():
     stored = {"lengths": (3, 2), "num_loss_tokens": 2, "version_tokens": ((0, 2),), "num_turns": 2}
     assert msgspec.convert(stored, GroupInfo).samples == ()
+
+
+def test_a_wide_column_has_as_many_entries_for_each_token():
+    info = GroupInfo((2, 3), 2, ())
+    check_column_sizes({"token_ids": 5, "sampling_mask": 10}, info)
+    for name, size in (("sampling_mask", 11), ("sampling_mask", 3), ("token_ids", 10)):
+        with pytest.raises(ContractError, match=rf"column {name}: int32\[{size}\], wanted"):
+            check_column_sizes({name: size}, info)

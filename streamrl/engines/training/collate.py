@@ -14,6 +14,7 @@ from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.messages import (
     COLUMN_SPECS,
     EPISODE_COLUMN,
+    NO_ENTRY,
     OPTIONAL_COLUMNS,
     TOKEN_SCORES,
     TURN_COLUMN,
@@ -23,6 +24,7 @@ from streamrl.messages import (
     count_samples,
     find_first_samples,
     get_column_spec,
+    get_token_rows,
     split_token_column,
     sum_over_samples,
 )
@@ -150,8 +152,9 @@ def build_batch(
 
     `picks` are (uid, index of the rollout in its group). Tensors: token_ids int64, attention_mask
     and loss_mask bool, generator_logprobs and (if present) ref_logprobs float32: [B, T], 0 in the
-    padding. The columns of `derived`, [B] or [B, T], replace group columns of the same name. If
-    episodes may have several samples, `episode` int64 [B] numbers the episodes of the batch.
+    padding; wide columns [B, T, width]. The columns of `derived`, [B] or [B, T], replace group
+    columns of the same name. If episodes may have several samples, `episode` int64 [B] numbers the
+    episodes of the batch.
     Without picks, the batch is a dummy rollout of two masked tokens, so that an idle rank runs the
     same collectives as the others.
     """
@@ -159,7 +162,8 @@ def build_batch(
         _collect_rollout(groups[uid], derived[uid], index, token_columns) for uid, index in picks
     ]
     if not rows:
-        rows = [{name: np.zeros(2, get_column_spec(name).dtype) for name in token_columns}]
+        specs = {name: get_column_spec(name) for name in token_columns}
+        rows = [{n: np.zeros(2, spec.dtype) for n, spec in specs.items() if not spec.is_wide}]
     lengths = np.array([len(row["token_ids"]) for row in rows])
     batch = {name: torch.from_numpy(_pad_rows([row[name] for row in rows])) for name in rows[0]}
     batch["token_ids"] = batch["token_ids"].long()
@@ -185,7 +189,12 @@ def _collect_rollout(
     """
     lengths = columns["lengths"]
     tokens = find_token_slice(lengths, index)
-    selected = {name: columns[name] for name in token_columns if name in columns}
+    num_tokens = int(lengths.sum())
+    selected = {
+        name: get_token_rows(name, columns[name], num_tokens)
+        for name in token_columns
+        if name in columns
+    }
     selected.update(derived)
     return {
         name: np.asarray(column[index if len(column) == len(lengths) else tokens])
@@ -208,10 +217,15 @@ def find_token_slice(lengths: Array, index: int) -> slice:
 
 
 def _pad_rows(rows: Sequence[Array]) -> Array:
-    """Return rows [T] as [B, T], 0 in the padding; numbers as [B]."""
-    if not rows[0].ndim:
+    """Return rows [T] as [B, T], 0 in the padding; numbers as [B].
+
+    Rows of a wide column, [T, width], have no entry in the padding, see NO_ENTRY.
+    """
+    first = rows[0]
+    if not first.ndim:
         return np.stack(rows)
-    padded = np.zeros((len(rows), max(len(row) for row in rows)), rows[0].dtype)
+    fill = NO_ENTRY.astype(first.dtype) if first.ndim > 1 else first.dtype.type(0)
+    padded = np.full((len(rows), max(map(len, rows)), *first.shape[1:]), fill)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return padded

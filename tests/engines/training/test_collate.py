@@ -55,3 +55,18 @@ def test_a_batch_without_picks_is_a_masked_dummy_rollout():
     assert not batch["loss_mask"].any()
     assert batch["attention_mask"].all()
     assert batch["ref_logprobs"].tolist() == [[0.0, 0.0]]
+
+
+def test_wide_columns_have_a_row_per_token_and_no_entry_in_the_padding():
+    groups = {"a": group_of(([1], [3]), ([1, 2], [4]), scores=[0.0, 2.0])}
+    groups["a"]["sampling_mask"] = np.array([-1, -1, 3, 9, -1, -1, -1, -1, 4, -1], np.int32)
+    groups["a"]["routed_experts"] = np.arange(15, dtype=np.uint8)
+    picks = [("a", 0), ("a", 1)]
+    batch = build_batch(groups, picks, derived={"a": {}})
+    assert batch["sampling_mask"].tolist() == [
+        [[-1, -1], [3, 9], [-1, -1]],
+        [[-1, -1], [-1, -1], [4, -1]],
+    ]
+    assert batch["routed_experts"][0].tolist() == [[0, 1, 2], [3, 4, 5], [255, 255, 255]]
+    dummy = build_batch({}, [], derived={}, token_columns=("token_ids", "routed_experts"))
+    assert "routed_experts" not in dummy
