@@ -90,6 +90,12 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     "ref_logprobs": ColumnSpec(
         "float32", ColumnAxis.TOKEN, "logprob under the reference; 0 elsewhere"
     ),
+    "ref_top_ids": ColumnSpec(
+        "int32", ColumnAxis.TOKEN, "ids of the reference's likeliest words", is_wide=True
+    ),
+    "ref_top_logprobs": ColumnSpec(
+        "float32", ColumnAxis.TOKEN, "their logprobs under the reference", is_wide=True
+    ),
     "token_source": ColumnSpec("int8", ColumnAxis.TOKEN, "code of TokenSource"),
     "num_turns": ColumnSpec("int32", ColumnAxis.ROLLOUT, "turns of the policy in each rollout"),
     "turn_ends": ColumnSpec(

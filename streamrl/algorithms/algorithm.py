@@ -23,6 +23,7 @@ from streamrl.messages import (
     TRUNCATIONS,
     TURN_COLUMN,
     FinishReason,
+    get_column_spec,
 )
 
 if TYPE_CHECKING:
@@ -267,12 +268,15 @@ def _list_episode_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[
 
 
 def list_derivation_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
-    """Return the columns that `derive_group_columns` reads to compute advantages and the like."""
+    """Return the columns that `derive_group_columns` reads to compute advantages and the like.
+
+    Wide columns are for the loss alone.
+    """
     columns: list[str] = []
     for name in row.columns:
         is_all = name == ALL_COMPONENTS
         columns += [COMPONENT_PREFIX + c for c in settings.reward_weights] if is_all else [name]
-    columns = [name for name in columns if name != TURN_COLUMN]
+    columns = [n for n in columns if n != TURN_COLUMN and not get_column_spec(n).is_wide]
     penalty = settings.kl_coef and settings.kl_in == "reward"
     kl = ("generator_logprobs", "ref_logprobs") if penalty else ()
     episode = _list_episode_columns(row, settings)

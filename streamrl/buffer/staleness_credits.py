@@ -3,8 +3,9 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 import numpy as np
 
@@ -39,6 +40,7 @@ def bound_group_bytes(
     rollouts: int,
     tokens: int,
     turns: int = 1,
+    widths: Mapping[str, int] = MappingProxyType({}),
 ) -> int:
     """Return the largest size of one group's columns in the queue, bytes.
 
@@ -47,6 +49,7 @@ def bound_group_bytes(
     rollouts: number of rollouts per group.
     tokens: most tokens of a rollout, prompt included.
     turns: most turns of a rollout.
+    widths: most entries per token of wide columns.
     """
     entries = {
         ColumnAxis.TOKEN: rollouts * tokens,
@@ -55,8 +58,11 @@ def bound_group_bytes(
         ColumnAxis.GROUP: tokens,
         ColumnAxis.TEXT: rollouts * tokens * TEXT_BYTES_PER_TOKEN,
     }
-    specs = [get_column_spec(name) for name in chain(*stage_columns, components)]
-    sizes = [np.dtype(spec.dtype).itemsize * entries[spec.axis] for spec in specs]
+    specs = {name: get_column_spec(name) for name in chain(*stage_columns, components)}
+    sizes = [
+        np.dtype(spec.dtype).itemsize * entries[spec.axis] * widths.get(name, 1)
+        for name, spec in specs.items()
+    ]
     return sum(sizes) + BLOB_OVERHEAD_BYTES * len(stage_columns)
 
 

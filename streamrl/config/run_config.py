@@ -400,6 +400,11 @@ class RunConfig(ConfigSections):
         by_token = (TOKEN_SCORES,) if self.algorithm.spec.reads_token_scores else ()
         return (*by_token, *(("pass_rate",) if self.data.sampling == "difficulty" else ()))
 
+    @property
+    def column_widths(self) -> dict[str, int]:
+        """Most entries per token of the wide columns."""
+        return {}
+
     def bound_group_bytes(self, tokens: int) -> int:
         """Return the bytes of the largest group that the run can store in the queue.
 
@@ -411,6 +416,7 @@ class RunConfig(ConfigSections):
             rollouts=self.algorithm.group_size * self.environment.max_rollouts_per_episode,
             tokens=tokens,
             turns=self.environment.max_turns,
+            widths=self.column_widths,
         )
 
 

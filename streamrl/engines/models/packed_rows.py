@@ -179,6 +179,17 @@ class RowLayout:
         self.token_ids, self.next_token_ids = map(group.select_own, (ids, ids.roll(-1, dims=1)))
         return torch.cat((lengths, lengths.new_full((min(extra, 1),), extra)))
 
+    def arrange(self, values: Tensor) -> Tensor:
+        """Return values of the tokens, [B, T, ...], in the order of `token_ids`."""
+        if self._bounds is None:
+            return values
+        values = values[self._mask][None]
+        if self._group is None:
+            return values
+        extra = values.new_zeros(1, -self._num_tokens % self._group.size, *values.shape[2:])
+        parts = torch.cat((values, extra), dim=1).chunk(self._group.size, 1)
+        return parts[self._group.rank]
+
     def run_model(self) -> Any:
         """Return the model's output for the rows.
 

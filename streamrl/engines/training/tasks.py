@@ -58,16 +58,16 @@ class SampleJoiner:
         """Return [E] for [B], and [E, K T] for [B, T], where K is the largest number of samples.
 
         Rows of an episode must have equal entries in [B]. Episodes of fewer samples are padded with
-        zeros. Gradients flow through [B, T].
+        zeros. Gradients flow through [B, T]. Further dimensions stay.
         """
         if self._slots is None:
             return column
         if column.ndim == 1:
             return column[self._firsts]
-        num_episodes, width = len(self._firsts), column.shape[1]
-        joined = column.new_zeros(num_episodes * self._most_samples, width)
+        num_episodes, (width, *rest) = len(self._firsts), column.shape[1:]
+        joined = column.new_zeros(num_episodes * self._most_samples, width, *rest)
         joined[self._slots] = column
-        return joined.reshape(num_episodes, -1)
+        return joined.reshape(num_episodes, self._most_samples * width, *rest)
 
     def split(self, column: Tensor) -> Tensor:
         """Return [B, T] for the column [E, K T] of joined rows."""

@@ -12,9 +12,9 @@ from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.buffer.micro_batch_schedule import MicroBatchPacker
 from streamrl.engines.models.forward import TokenScores
-from streamrl.engines.training.collate import TOKEN_COLUMNS, build_batch, derive_columns
+from streamrl.engines.training.collate import build_batch, derive_columns
 from streamrl.engines.training.rollout_sums import sum_rollouts
-from streamrl.engines.training.tasks import PolicyTask, TwoHeadedTask
+from streamrl.engines.training.tasks import PolicyTask, SampleJoiner, TwoHeadedTask
 from streamrl.messages import FinishReason, count_samples
 from tests.algorithms import test_objective
 from tests.engines.split_episodes import MAX_SAMPLED, WEIGHTS, make_episode, make_groups
@@ -61,6 +61,13 @@ class Trained:
     sums: dict[str, float]
 
 
+def build_scored_batch(groups, picks, derived):
+    """Return a micro-batch with the columns of the trained policy's given scores."""
+    scored = {uid: {n: groups[uid][n] for n in ("logprobs", "entropy")} for uid, _ in picks}
+    derived = {uid: {**derived[uid], **columns} for uid, columns in scored.items()}
+    return build_batch(groups, picks, derived=derived)
+
+
 def train(config, groups, *, dp_size=1):
     """Train a step in the micro-batches of `dp_size` ranks, on given logprobs."""
     chosen = make_settings(config, groups)
@@ -72,8 +79,7 @@ def train(config, groups, *, dp_size=1):
     loss, sums = 0.0, dict[str, float]()
     gradients = dict[tuple[str, int], torch.Tensor]()
     for picks in (picks for work in packer.take_rounds(final=True) for picks in work if picks):
-        names = (*TOKEN_COLUMNS, "logprobs", "entropy")
-        batch = build_batch(groups, picks, derived=derived, token_columns=names).to_dict()
+        batch = build_scored_batch(groups, picks, derived).to_dict()
         leaf = batch.pop("logprobs").requires_grad_()
         scores = TokenScores(leaf, batch.pop("entropy"))
         part, part_sums = task.compute_loss_from_scores(scores, batch, version=1)
@@ -134,9 +140,8 @@ def test_a_shared_critic_weighs_episodes_as_the_policy_does(seed):
         picks = [
             (uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))
         ]
-        names = (*TOKEN_COLUMNS, "logprobs", "entropy")
         derived = derive_columns(config.spec, chosen, groups)
-        batch = build_batch(groups, picks, derived=derived, token_columns=names)
+        batch = build_scored_batch(groups, picks, derived)
         batch["trained_values"] = batch["logprobs"]
         loss, sums = task.compute_loss(lambda: None, batch, version=0)
         divisor = task.compute_loss_denominator({name: float(x) for name, x in sums.items()}) or 1.0
@@ -158,3 +163,10 @@ def test_a_group_of_equal_scores_counts_once_however_it_is_split():
     ]
     assert sum(part["groups"] for part in parts) == 3
     assert sum(part["equal_score_groups"] for part in parts) == 2
+
+
+def test_wide_columns_keep_their_entries_when_samples_are_joined():
+    join = SampleJoiner(torch.tensor([0, 0, 1]))
+    column = torch.arange(12.0).reshape(3, 2, 2)
+    expected = [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8, 9], [10, 11], [0, 0], [0, 0]]]
+    assert join(column).tolist() == expected
