@@ -17,6 +17,7 @@ from streamrl.messages import EPISODE_COLUMN, EPISODE_COLUMNS, ROLLOUT_COLUMNS, 
 
 class CallKind(Enum):
     GENERATE = "generate"
+    READ = "read"
     SCORE = "score"
     TRAIN = "train"
 
@@ -60,6 +61,10 @@ CRITIC_ROLES = tuple(RETURNS_BY_CRITIC)
 """Trained roles besides the policy."""
 SEQUENCE_COLUMNS = ("token_ids", "loss_mask", "lengths")
 GENERATE_CALL = ModelCall("generate", "generator", CallKind.GENERATE, (), ROLLOUT_COLUMNS, POLICY)
+ROWS_CALL = ModelCall("rows", "coordinator", CallKind.READ, (), (*ROLLOUT_COLUMNS, "scores"))
+"""Takes the place of generation and reward: rows of the data are the rollouts."""
+GENERATOR, EPISODES, ROWS = "generator", "episodes", "rows"
+"""Sources of rollouts: the generator, alone or with an environment, or rows of the data."""
 GREEDY_CALL = ModelCall("greedy", "generator", CallKind.GENERATE, (), ("greedy_ids",), POLICY)
 REWARD_CALL = ModelCall("reward", "reward", CallKind.SCORE, ROLLOUT_COLUMNS, ("scores",))
 BASELINE_CALL = ModelCall(
@@ -149,10 +154,14 @@ class Dataflow:
 
     @property
     def calls_by_role(self) -> dict[str, list[ModelCall]]:
-        """Calls of each role in the order of the dataflow; of a trained role first its training."""
+        """Calls of each role in the order of the dataflow; of a trained role first its training.
+
+        The coordinator, which reads rows, is no role.
+        """
         calls: dict[str, list[ModelCall]] = {}
         for call in self.ordered_calls:
-            calls.setdefault(call.role, []).append(call)
+            if call.kind is not CallKind.READ:
+                calls.setdefault(call.role, []).append(call)
         for of_role in calls.values():
             of_role.sort(key=lambda call: call.kind is not CallKind.TRAIN)
         return calls
@@ -229,7 +238,7 @@ def build_dataflow(
     shares_critic: bool = False,
     moves_reference: bool = False,
     has_filter: bool = False,
-    has_episodes: bool = False,
+    source: str = GENERATOR,
     hosts: Mapping[str, str] = MappingProxyType({}),
 ) -> Dataflow:
     """Build the dataflow that trains a policy on `columns`, with no more calls than necessary.
@@ -237,10 +246,11 @@ def build_dataflow(
     If a critic's values are among the columns, a critic trains on the same groups, or as a head of
     the policy with `shares_critic`. With `moves_reference` the reference follows the policy. With
     `has_filter` every call outside FILTER_CALLS waits for the filter: a rejected group then costs
-    only its generation and its reward. With `has_episodes` generation also produces the columns of
-    episodes, which the reward stage reads; with EPISODE_COLUMN among `columns` an episode may have
-    several samples. `hosts` maps a scoring role to the trained role whose ranks compute its
-    columns: their model is the one that scores. Raises ValueError for a column that no call
+    only its generation and its reward. With the source EPISODES generation also produces the
+    columns of episodes, which the reward stage reads; with EPISODE_COLUMN among `columns` an
+    episode may have several samples. From ROWS come rollouts with their scores. `hosts` maps a
+    scoring role to the trained role whose ranks compute its columns: their model is the one that
+    scores. Raises ValueError for a column that no call
     produces.
     """
     needs = tuple(columns)
@@ -250,13 +260,18 @@ def build_dataflow(
             train.append(ModelCall(f"train_{role}", role, CallKind.TRAIN, needs, ()))
     wanted = {*needs, *((FILTER_COLUMN,) if has_filter else ())}
     calls: list[ModelCall] = []
+    sources = SOURCE_CALLS
+    if source == ROWS:
+        rows = replace(ROWS_CALL, produces=(*ROWS_CALL.produces, EPISODE_COLUMN))
+        made = {*rows.produces}
+        sources = (rows, *(call for call in SOURCE_CALLS if made.isdisjoint(call.produces)))
     while True:
-        missing = [c for c in SOURCE_CALLS if c not in calls and wanted.intersection(c.produces)]
+        missing = [c for c in sources if c not in calls and wanted.intersection(c.produces)]
         if not missing:
             break
         calls += missing
         wanted.update(column for call in missing for column in call.needs)
-    ordered = [call for call in SOURCE_CALLS if call in calls]
+    ordered = [call for call in sources if call in calls]
     if shares_critic:
         ordered = [replace(c, followed_role=POLICY) if c == VALUE_CALL else c for c in ordered]
     if moves_reference:
@@ -270,7 +285,7 @@ def build_dataflow(
         ordered = [
             c if c in FILTER_CALLS else replace(c, needs=(*c.needs, FILTER_COLUMN)) for c in ordered
         ]
-    if has_episodes:
+    if source == EPISODES:
         episode = (EPISODE_COLUMN,) if EPISODE_COLUMN in needs else ()
         ordered = [_add_columns(call, (*EPISODE_COLUMNS, *episode)) for call in ordered]
     return Dataflow([*ordered, *train])

@@ -26,6 +26,8 @@ import numpy.typing as npt
 
 from streamrl.errors import ContractError
 
+ROLLOUTS, TARGETS, PAIRS = "rollouts", "targets", "pairs"
+"""What is trained on: rollouts, or completions, or pairs of them, that rows of the data give."""
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
 
@@ -238,6 +240,8 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     `row_location` is the file and row number of the data row; the remaining fields are copied
     from that row. `is_chat` is false for a plain-text prompt, which becomes one user message.
     `environment` names the environment of the prompt's episodes; "" if it needs no name.
+    `targets` has the completions that the data gives, as bytes: int32 token ids, and a bool for
+    each whether it is in the loss mask. They need no generator.
     """
 
     uid: str
@@ -249,6 +253,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     row_location: str = ""
     is_chat: bool = True
     environment: str = ""
+    targets: Sequence[tuple[bytes, bytes]] = ()
 
     def __post_init__(self) -> None:
         tokens = self.token_ids
@@ -258,10 +263,32 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
                 actual = f"{tokens.dtype}{list(tokens.shape)}"
             raise ContractError(f"prompt {self.uid}: token_ids are {actual}, wanted int32 [P]")
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, with those of its longest target."""
+        return len(self.token_ids) + max((len(mask) for _, mask in self.targets), default=0)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickling the array itself takes ten times as long as the rest of a prompt.
         uid, tokens, *rest = msgspec.structs.astuple(self)
         return prompt_from_parts, (uid, tokens.tobytes(), *rest)
+
+
+def make_target_columns(prompt: Prompt, version: int) -> dict[str, Array]:
+    """Return the columns of the targets of a prompt, samples of an episode whose score is 1.
+
+    `version` stands for that which sampled them; their logprobs are unknown, and 0.
+    """
+    start, rollouts = np.zeros(len(prompt.token_ids), np.bool_), []
+    for ids, mask in prompt.targets:
+        token_ids = np.concatenate([prompt.token_ids, np.frombuffer(ids, np.int32)])
+        loss_mask = np.concatenate([start, np.frombuffer(mask, np.bool_)])
+        versions = np.where(loss_mask, version, -1).astype(np.int32)
+        zeros = np.zeros(len(token_ids), np.float32)
+        rollouts.append(Rollout(token_ids, loss_mask, zeros, versions, FinishReason.STOP))
+    count = len(rollouts)
+    own = {EPISODE_COLUMN: np.zeros(count, np.int32), "scores": np.ones(count, np.float32)}
+    return {**rollouts_to_columns(rollouts), **own}
 
 
 def describe_prompt(prompt: Prompt) -> str:

@@ -222,7 +222,11 @@ def dataflow_of(plan: Plan) -> Dataflow:
         "baseline_scores": plan.greedy,
     }
     columns = (*STREAM_COLUMNS, *(name for name, is_enabled in optional.items() if is_enabled))
-    return build_dataflow(columns, has_filter=plan.filter_rate > 0, has_episodes=plan.max_turns > 0)
+    return build_dataflow(
+        columns,
+        has_filter=plan.filter_rate > 0,
+        source="episodes" if plan.max_turns > 0 else "generator",
+    )
 
 
 def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from streamrl.config.run_config import load_config
 from streamrl.dataflow import (
     EMA_REFERENCE,
+    EPISODES,
     GENERATE_CALL,
     POLICY,
     SERVING_ROLES,
@@ -135,7 +136,7 @@ def test_calls_after_a_filter_wait_for_its_decision():
 
 def test_samples_of_an_episode_are_known_where_it_is_scored_and_trained():
     columns = (*ROLLOUT, "scores", "values", "episode")
-    flow = build_dataflow(columns, has_episodes=True)
+    flow = build_dataflow(columns, source=EPISODES)
     assert set(flow.graph["generate"]) == {"reward", "value", "train", "train_critic"}
     readers = [call.stage for call in flow.calls if "episode" in call.needs]
     assert sorted(readers) == ["reward", "train", "train_critic"]

@@ -11,11 +11,13 @@ from streamrl.engines.training.pretraining import PretrainingLoss
 from streamrl.engines.training.tasks import (
     CriticTask,
     ModelTask,
+    PairTask,
     PolicyTask,
     TrainingTask,
     TwoHeadedTask,
 )
 from streamrl.files.hf_config import read_model_length
+from streamrl.messages import PAIRS
 from streamrl.rewards.kinds.model import load_rank
 
 
@@ -42,7 +44,9 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> TrainingTask:
             path, spec, settings, temperature, options=options, value_clip=clip, value_coef=coef
         )
     if role == POLICY:
-        return PolicyTask(path, spec, settings, temperature, options=options)
+        kind = PairTask if spec.trains_on == PAIRS else PolicyTask
+        temperature = 1.0 if config.reads_rows else temperature
+        return kind(path, spec, settings, temperature, options=options)
     return CriticTask(path, spec, settings, clip, name=role, options=options)
 
 

@@ -18,7 +18,10 @@ from streamrl.messages import (
     COLUMN_SPECS,
     COMPONENT_PREFIX,
     EPISODE_COLUMN,
+    PAIRS,
     ROLLOUT_COLUMNS,
+    ROLLOUTS,
+    TARGETS,
     TOKEN_SCORES,
     TRUNCATIONS,
     TURN_COLUMN,
@@ -173,6 +176,9 @@ class Algorithm:
     - dials: update functions of adaptive params, (value, means, settings) -> new value. `means` has
       the step's mean score per rollout and, in runs with a cost limit (Safe RLHF), the mean cost.
     - min_group_size: fewest rollouts of a group from which `advantages` can be computed.
+    - trains_on: rollouts; or targets, completions that the data has, of score 1; or pairs, a chosen
+      completion and a rejected one. A pair is a row in which the last token of each completion is
+      in `loss_mask`, and has the model's score of the completion as its logprob.
     """
 
     name: str
@@ -187,10 +193,12 @@ class Algorithm:
     derived: Mapping[str, GroupFunction] = field(default_factory=dict)
     dials: Mapping[str, AdaptFunction] = field(default_factory=dict)
     min_group_size: int = 1
+    trains_on: str = ROLLOUTS
 
     def __post_init__(self) -> None:
-        if self.scope not in SCOPES:
-            raise ValueError(f"scope={self.scope!r}: must be one of {', '.join(SCOPES)}")
+        for name, known in (("scope", SCOPES), ("trains_on", (ROLLOUTS, TARGETS, PAIRS))):
+            if (value := vars(self)[name]) not in known:
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(known)}")
         functions = (*self.derived.values(), *self.dials.values())
         for function in (self.advantages, self.token_loss, *functions):
             if not inspect.isfunction(function):

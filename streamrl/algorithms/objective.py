@@ -35,7 +35,7 @@ from streamrl.algorithms.math.tokens import (
 )
 from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX
 from streamrl.errors import AlgorithmError
-from streamrl.messages import TOKEN_SCORES, TURN_COLUMN
+from streamrl.messages import ROLLOUTS, TOKEN_SCORES, TURN_COLUMN
 from streamrl.user_code.checks import format_returned
 
 
@@ -166,6 +166,8 @@ def policy_loss(
     mask = batch["loss_mask"]
     current = apply_mask(logprobs, mask)
     sampling = apply_mask(batch["generator_logprobs"], mask)
+    if row.trains_on != ROLLOUTS:
+        sampling = current.detach()  # nobody has sampled them
     proximal = apply_mask(
         _compute_proximal_logprobs(settings, batch, current.detach(), version), mask
     )

@@ -20,7 +20,7 @@ from streamrl.algorithms.algorithm import (
     LossAndClipped,
     TokenLossInput,
 )
-from streamrl.messages import STATE_COLUMN, TOKEN_SCORES, TURN_COLUMN
+from streamrl.messages import PAIRS, STATE_COLUMN, TARGETS, TOKEN_SCORES, TURN_COLUMN
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,10 @@ def teacher_relative(
     gain = columns["ref_logprobs"] - columns["generator_logprobs"]
     task = settings.params["task_weight"] * group_relative(columns, ids, settings)
     return token_math.apply_mask(gain + task[:, None], columns["loss_mask"])
+
+
+def row_weight(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    return columns["scores"]
 
 
 def reward_to_go(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
@@ -394,6 +398,11 @@ def score_function(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossA
     return losses.score_function_loss(tokens.logprobs, tokens.advantages), _clip_nothing(tokens)
 
 
+def bradley_terry(tokens: TokenLossInput, settings: AlgorithmSettings) -> LossAndClipped:
+    loss = losses.bradley_terry_loss(tokens.logprobs, tokens.loss_mask, **settings.params)
+    return loss, _clip_nothing(tokens)
+
+
 def _get_clips(settings: AlgorithmSettings) -> dict[str, float]:
     return {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
 
@@ -686,6 +695,26 @@ ALGORITHM_SPECS = (
         params={"task_weight": 0.0},
         limits={"task_weight": NON_NEGATIVE_LIMITS},
         min_group_size=1,
+    ),
+    Algorithm(
+        name="sft",
+        paper="Ouyang et al. 2022, InstructGPT, arXiv:2203.02155, section 3.5",
+        columns=SCORE_COLUMNS,
+        advantages=row_weight,
+        token_loss=score_function,
+        trains_on=TARGETS,
+    ),
+    Algorithm(
+        name="reward_model",
+        paper="Ouyang et al. 2022, InstructGPT, arXiv:2203.02155, equation 1; center_coef:"
+        " Eisenstein et al. 2023, arXiv:2312.09244",
+        columns=SCORE_COLUMNS,
+        advantages=row_weight,
+        token_loss=bradley_terry,
+        defaults={"loss_aggregation": "seq-mean-token-sum"},
+        params={"center_coef": 0.0},
+        limits={"center_coef": NON_NEGATIVE_LIMITS},
+        trains_on=PAIRS,
     ),
     variant(
         "reinforce_pp_baseline",

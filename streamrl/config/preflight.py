@@ -6,7 +6,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -32,12 +32,10 @@ from streamrl.data.prompt_file import (
 )
 from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import (
-    COST_CALL,
     EMA_REFERENCE,
     GENERATE_CALL,
     POLICY,
     REF_LOGPROBS,
-    REWARD_CALL,
     REWARD_ROLES,
     CallKind,
     ModelCall,
@@ -65,7 +63,7 @@ from streamrl.placement.resource_demand import SHARED_SLOTS, PlacementOption, Re
 from streamrl.rewards.group_filter import build_group_filter
 from streamrl.rewards.interface.reward import RewardContext
 from streamrl.rewards.registry import build_rewards
-from streamrl.rewards.reward_set import COSTS
+from streamrl.rewards.reward_set import SCORE_SPECS
 from streamrl.run_dir.checkpoint import check_model_dir
 from streamrl.weights.config import COLLECTIVE
 
@@ -100,17 +98,20 @@ def prepare_run(
     """
     os.environ.update(make_trusted_env(*config.trusted_models))
     context = RewardContext(config.scorer, config.sandbox)
-    rewards = build_rewards(config.rewards, context)
-    costs = [build_rewards(config.costs, context, score_spec=COSTS)] if config.costs else []
+    score_sets = {
+        role: build_rewards(config.get_rewards(role), context, score_spec=score_spec)
+        for role, score_spec in SCORE_SPECS.items()
+        if role in config.dataflow.calls_by_role
+    }
     build_group_filter(config.filter)
     _check_model_files(config)
-    notes = [asyncio.run(reward_set.run_preflight()) for reward_set in (rewards, *costs)]
+    notes = [asyncio.run(reward_set.run_preflight()) for reward_set in score_sets.values()]
     first_prompts: dict[str, Prompt] = {}
 
     def inspect(prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
             first_prompts.setdefault(prompt.environment, prompt)
-        for reward_set in (rewards, *costs):
+        for reward_set in score_sets.values():
             reward_set.check_prompts(prompts)
         on_checked(len(prompts))
 
@@ -118,7 +119,7 @@ def prepare_run(
     eval_prompts = {loaded.file.name: loaded.prompts for loaded in evaluation}
     for prompts in eval_prompts.values():
         inspect(prompts)
-    if config.environment.is_enabled:
+    if config.environment.is_enabled and not config.reads_rows:
         # Here: most runs have no environment, and need not wait for its imports.
         from streamrl.environments.episodes.check_environment import check_environments
 
@@ -142,7 +143,8 @@ def prepare_run(
     notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
     _check_reference(config, max_length)
     _check_scoring_splits(config)
-    check_generator_split(config.model.path, config.generator.tensor_parallel)
+    if not config.reads_rows:
+        check_generator_split(config.model.path, config.generator.tensor_parallel)
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
         check_worker_memory(config, on_gpu=has_local_gpu())
     return PreparedRun(
@@ -156,9 +158,12 @@ def prepare_run(
         eval_prompts=eval_prompts,
         max_length=max_length,
         model_bytes={
-            **{call.role: _measure_model(config, call) for call in config.dataflow.calls},
-            REWARD_CALL.role: rewards.model_bytes,
-            COST_CALL.role: sum(reward_set.model_bytes for reward_set in costs),
+            **{
+                role: _measure_model(config, calls[0])
+                for role, calls in config.dataflow.calls_by_role.items()
+            },
+            **dict.fromkeys(SCORE_SPECS, 0),
+            **{role: reward_set.model_bytes for role, reward_set in score_sets.items()},
         },
         notes=(*chain.from_iterable(notes), *_collect_notes(config, train, evaluation)),
     )
@@ -180,16 +185,20 @@ def open_prompt_files(
     data, tokenizer = config.data, LazyTokenizer(config.model.path)
     limits = config.make_prompt_limits(config.model.path, most_tokens=config.model.max_length)
     left_tokens = config.pipeline.micro_batch_tokens - config.max_completion_tokens
+    # Loads the renderer of episodes, which most runs do not need.
+    from streamrl.environments.rendering.target_renderer import TargetRenderer
+
     train = open_training_files(
-        data.train_files,
+        [replace(file, gives=config.algorithm.spec.trains_on) for file in data.train_files],
         tokenizer,
         limits,
         max_sampled_tokens=left_tokens if data.max_prompt_tokens is None else None,
         inspect=inspect,
+        make_renderer=TargetRenderer,
     )
-    evaluation = load_prompts(
-        data.eval_files, tokenizer(), limits, max_prompts=config.evaluation.max_rows
-    )
+    # Without a generator nobody answers evaluation prompts.
+    files = () if config.reads_rows else data.eval_files
+    evaluation = load_prompts(files, tokenizer(), limits, max_prompts=config.evaluation.max_rows)
     return train, evaluation
 
 
@@ -219,7 +228,8 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
     # The modules load model classes, which no other check needs.
     from streamrl.engines.models.supported_models import check_trained_model
 
-    notes = check_trained_model(path, trainer, key=key, is_served=is_policy)
+    is_served = is_policy and not config.reads_rows
+    notes = check_trained_model(path, trainer, key=key, is_served=is_served)
     return [*notes, *_note_frozen_experts(path, trainer)]
 
 
@@ -490,7 +500,7 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
 
     The samples of an episode are in the same micro-batch.
     """
-    samples = config.environment.max_rollouts_per_episode
+    samples = config.max_rollouts_per_episode
     max_new_tokens = config.max_completion_tokens
     exceeds = config.pipeline.micro_batch_tokens < samples * max_length
     count = "one rollout" if samples == 1 else f"environment.max_samples={samples} samples, each"

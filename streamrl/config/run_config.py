@@ -18,6 +18,7 @@ from yaml import MarkedYAMLError, YAMLError
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.config import AlgorithmConfig
+from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.config import QueueConfig
 from streamrl.buffer.staleness_credits import MAX_FACTOR as MOST_OVERSAMPLED
@@ -30,12 +31,15 @@ from streamrl.dataflow import (
     CRITIC,
     CRITIC_BY_COLUMN,
     CRITIC_ROLES,
+    EPISODES,
     GENERATE_CALL,
+    GENERATOR,
     GREEDY_CALL,
     POLICY,
     REFERENCE_CALL,
     REWARD_CALL,
     REWARD_ROLES,
+    ROWS,
     VALUE_CALL,
     CallKind,
     Dataflow,
@@ -65,7 +69,7 @@ from streamrl.files.typed_settings import (
     prepare_settings,
     suggest_nearest,
 )
-from streamrl.messages import STATE_COLUMN, TOKEN_SCORES
+from streamrl.messages import PAIRS, ROLLOUTS, STATE_COLUMN, TOKEN_SCORES
 from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.group_filter import FilterConfig
 from streamrl.rewards.interface.config import (
@@ -197,8 +201,18 @@ class ConfigSections:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     @property
+    def reads_rows(self) -> bool:
+        """True if the algorithm trains on completions in the data: no generator, no reward."""
+        return self.algorithm.spec.trains_on != ROLLOUTS
+
+    @property
     def max_completion_tokens(self) -> int:
-        """Most tokens that follow the prompt of a row: of a completion, or of a whole episode."""
+        """Most tokens that follow the prompt of a row: of a completion, or of a whole episode.
+
+        0 if the row gives the completion, which then counts as a part of its prompt.
+        """
+        if self.reads_rows:
+            return 0
         if self.environment.is_enabled:
             return self.environment.max_tokens
         return self.generator.max_new_tokens
@@ -216,7 +230,7 @@ class ConfigSections:
             max_new_tokens=self.max_completion_tokens,
             key=self.completion_limit_key,
         )
-        environments = tuple(self.environment.specs)
+        environments = None if self.reads_rows else tuple(self.environment.specs)
         return PromptLimits(most, read_vocab_size(model), self.data.on_long_prompt, environments)
 
     @property
@@ -235,12 +249,12 @@ class RunConfig(ConfigSections):
             raise ConfigError("model.path: missing; it names a Hugging Face model directory")
         if not self.data.train:
             raise ConfigError("data.train: missing; it names a file of prompts")
-        if not self.rewards:
+        if not self.rewards and not self.reads_rows:
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
         for role, score_spec in SCORE_SPECS.items():
             find_split_model(self.get_rewards(role), score_spec)
         check_conflicts(self, _iter_conflicts(self))
-        if self.environment.is_enabled:
+        if self.environment.is_enabled and not self.reads_rows:
             self.data.check_shared_template()
 
     @property
@@ -258,13 +272,20 @@ class RunConfig(ConfigSections):
 
     @property
     def algorithm_settings(self) -> AlgorithmSettings:
-        """Algorithm settings, with defaults that depend on other config sections filled in."""
-        return self.algorithm.to_settings(
-            max_length=self.max_completion_tokens,
+        """Algorithm settings, with defaults that depend on other config sections filled in.
+
+        Those on how rollouts are sampled, corrected and shaped do not hold for rows of the data.
+        """
+        settings = self.algorithm.to_settings(
+            max_length=self.max_completion_tokens or self.pipeline.micro_batch_tokens,
             reward_weights={reward.component_name: reward.weight for reward in self.rewards},
-            has_episodes=self.environment.is_enabled,
-            splits_episodes=self.environment.max_rollouts_per_episode > 1,
+            has_episodes=self.environment.is_enabled and not self.reads_rows,
+            splits_episodes=self.max_rollouts_per_episode > 1,
         )
+        if not self.reads_rows:
+            return settings
+        own: dict[str, Any] = {"group_size": 1, "overlong_buffer": 0, "mask_truncated": False}
+        return dataclasses.replace(settings, correction=CorrectionConfig(), **own)
 
     @property
     def dataflow(self) -> Dataflow:
@@ -273,17 +294,26 @@ class RunConfig(ConfigSections):
         Raises ConfigError for a column that no stage produces.
         """
         columns = list_required_columns(self.algorithm.spec, self.algorithm_settings)
+        source = EPISODES if self.environment.is_enabled else GENERATOR
+        source = ROWS if self.reads_rows else source
         try:
             return build_dataflow(
                 columns,
                 shares_critic=self.critic.shared_coef is not None,
                 moves_reference=bool(self.reference.every),
-                has_filter=self.filter.is_enabled,
-                has_episodes=self.environment.is_enabled,
+                has_filter=self.filter.is_enabled and not self.reads_rows,
+                source=source,
                 hosts=self.hosts,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    @property
+    def max_rollouts_per_episode(self) -> int:
+        """Most samples of an episode; those of a pair are of one, so that they train together."""
+        if self.reads_rows:
+            return 2 if self.algorithm.spec.trains_on == PAIRS else 1
+        return self.environment.max_rollouts_per_episode
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -352,6 +382,8 @@ class RunConfig(ConfigSections):
 
     def get_rewards(self, role: str) -> list[RewardConfig]:
         """Return the rewards or costs by which a role scores; none for a role with a model."""
+        if self.reads_rows:
+            return []
         return {REWARD_CALL.role: self.rewards, COST_CALL.role: self.costs}.get(role, [])
 
     def get_model_path(self, role: str) -> str:
@@ -413,7 +445,7 @@ class RunConfig(ConfigSections):
         return bound_group_bytes(
             [call.produces for call in self.dataflow.calls],
             self.score_part_columns,
-            rollouts=self.algorithm.group_size * self.environment.max_rollouts_per_episode,
+            rollouts=self.algorithm.group_size * self.max_rollouts_per_episode,
             tokens=tokens,
             turns=self.environment.max_turns,
             widths=self.column_widths,
@@ -430,9 +462,12 @@ def _iter_conflicts(config: RunConfig) -> Iterator[Conflict]:
     yield from _iter_model_conflicts(config)
     if config.placement.is_hybrid:
         yield from _iter_colocation_conflicts(config)
-    if config.environment.is_enabled:
-        yield from _iter_episode_conflicts(config)
-    yield from _iter_score_conflicts(config)
+    if config.reads_rows:
+        yield from _iter_row_conflicts(config)
+    else:
+        if config.environment.is_enabled:
+            yield from _iter_episode_conflicts(config)
+        yield from _iter_score_conflicts(config)
     yield from _iter_pool_conflicts(config)
 
 
@@ -446,7 +481,7 @@ def _iter_size_conflicts(config: RunConfig) -> Iterator[Conflict]:
         "compares turns in equal states of an environment. Set environment.path",
     )
     yield (
-        algorithm.overlong_buffer > longest,
+        algorithm.overlong_buffer > longest and not config.reads_rows,
         "algorithm.overlong_buffer",
         f"must be at most {config.completion_limit_key}={longest}",
     )
@@ -570,6 +605,21 @@ def _iter_episode_conflicts(config: RunConfig) -> Iterator[Conflict]:
     )
 
 
+def _iter_row_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on algorithms that train on completions in the data."""
+    name = config.algorithm.name
+    yield (
+        config.data.sampling != "uniform",
+        "data.sampling",
+        f"has no effect: {name} has no pass rates. Set data.sampling=uniform",
+    )
+    yield (
+        bool(config.algorithm.kl_coef) and config.algorithm.spec.trains_on == PAIRS,
+        "algorithm.kl_coef",
+        f"has no meaning: {name} trains no policy. Set it to 0",
+    )
+
+
 def _iter_score_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Yield the rules on costs, and on rewards that an environment gives."""
     name, needs_costs = config.algorithm.name, "costs" in config.algorithm.spec.columns
@@ -635,6 +685,7 @@ def _iter_colocation_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _iter_sizeless_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Yield the rules of colocated runs that hold for any number of ranks."""
     weights = config.weights
+    yield config.reads_rows, "algorithm.name", "trains on rows of the data, without a generator"
     for applies, key, reason in (
         (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
         (weights.transport != AUTO, "weights.transport", "weights need no transport"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from streamrl.data.rows import RowKeys
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import split_reference
 from streamrl.files.typed_settings import (
@@ -16,6 +17,7 @@ from streamrl.files.typed_settings import (
     quote_value,
     read_settings,
 )
+from streamrl.messages import ROLLOUTS
 
 MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 """Template names that are not files: the model's chat template, and joining by newlines."""
@@ -25,7 +27,8 @@ MODEL_TEMPLATE, PLAIN_TEMPLATE = "model", "plain"
 class FileSettings:
     """Entry of `data.train` or `data.eval`: a prompt file with its reading options.
 
-    path: .jsonl or .parquet file, or directory of parquet shards.
+    path: .jsonl or .parquet file, or directory of parquet shards; for training on completions also
+        a run directory, for its recorded rollouts that ended.
     weight: weight in the stream, relative to the other files; null: proportional to its rows.
     split: split to read from a shard directory with several.
     prompt_key: column with the prompt, chat messages or text.
@@ -33,6 +36,7 @@ class FileSettings:
     template: conversion of chat messages to text: model (the model's template), plain (contents
         joined by newlines), or the path of a jinja file.
     filter: file.py:function, called with each prompt; returns whether to keep it.
+    min_score: least value in the column `score` of a row that is kept; null: any.
     name: name of the file in evaluation results; empty: the file name without extension.
     """
 
@@ -43,6 +47,7 @@ class FileSettings:
     label_key: str = ""
     template: str = MODEL_TEMPLATE
     filter: str = ""
+    min_score: float | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -60,10 +65,17 @@ class DataFile(FileSettings):
 
     key: setting that names the file, for errors, e.g. data.train[0].
     template_arguments: data.chat_template_kwargs.
+    gives, last_turn: completions that rows must have, as of `parse_record`.
     """
 
     key: str = "data"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    gives: str = ROLLOUTS
+    last_turn: bool = False
+
+    @property
+    def row_keys(self) -> RowKeys:
+        return RowKeys(self.prompt_key, self.label_key, self.gives, self.last_turn)
 
 
 FILE_KEYS = tuple(setting.name for setting in dataclasses.fields(FileSettings))
@@ -84,6 +96,7 @@ class DataConfig:
     sampling: uniform: every row once per epoch; difficulty: a row with chance 4 p (1 - p) per
         epoch, for its running pass rate p, 1/2 at first; half of a result's weight is lost in 32
         versions.
+    targets: messages of the assistant that sft learns from a conversation: all, or the last.
     max_prompt_tokens: limit of a rendered prompt; null: all tokens that the completion leaves.
     on_long_prompt: action on a longer prompt: error, or skip the row.
     chat_template_kwargs: extra arguments of chat templates, e.g. enable_thinking: false; a column
@@ -96,6 +109,7 @@ class DataConfig:
     shuffle: bool = True
     curriculum: Annotated[str, FIXED_ON_RESUME] = ""
     sampling: Annotated[str, one_of("uniform", "difficulty"), FIXED_ON_RESUME] = "uniform"
+    targets: Annotated[str, one_of("all", "last")] = "all"
     max_prompt_tokens: Annotated[int | None, at_least(1)] = None
     on_long_prompt: Annotated[str, one_of("error", "skip")] = "error"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -137,8 +151,11 @@ class DataConfig:
         return files[0].template if files else MODEL_TEMPLATE
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
-        files = parse_data_files(value, key=key)
-        return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
+        own = {
+            "template_arguments": self.chat_template_kwargs,
+            "last_turn": self.targets == "last",
+        }
+        return tuple(replace(file, **own) for file in parse_data_files(value, key=key))
 
     def compute_prompt_limit(
         self, *, model_tokens: int, max_new_tokens: int, key: str = "generator.max_new_tokens"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,15 +35,28 @@ from streamrl.errors import ConfigError
 from streamrl.files.bounded_read import MAX_LINE_BYTES, open_regular_file
 from streamrl.files.hf_config import is_trusted, make_trusted_env
 from streamrl.files.python_module import load_referenced_function
-from streamrl.messages import Prompt, make_uid, parse_uid
+from streamrl.messages import ROLLOUTS, Prompt, make_uid, parse_uid
 from streamrl.user_code.checks import format_returned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+RenderedRow = tuple[list[int], Sequence[tuple[bytes, bytes]]]
+"""Token ids of a prompt, and the targets that the row gives."""
+
+
+class RowRenderer(Protocol):
+    """Renderer of rows that give completions; see `TargetRenderer`."""
+
+    def render_row(self, row: DataRow) -> RenderedRow: ...
+
+
+MakeRenderer = Callable[["PreTrainedTokenizerBase", ChatTemplate, str], RowRenderer]
 PromptFilter = Callable[[Prompt, str], bool]
 """Takes a prompt and its location for errors; returns whether to keep the prompt."""
+RECORDED_FOLDER = "rollouts"
+"""Folder of a run directory with its recorded rollouts."""
 RENDER_BATCH_ROWS = 512
 """Rows per batch of a sequential read and per tokenizer call."""
 _render_lock = threading.Lock()
@@ -97,9 +110,7 @@ def iterate_records(table: IndexedTable) -> Iterator[tuple[str, int, Any]]:
 def load_data_rows(file: DataFile) -> Iterator[DataRow]:
     """Yield the rows of an entry in order. Raises ConfigError at the first bad row."""
     for location, index, record in iterate_records(open_table(file.path, file.split)):
-        row = parse_record(
-            record, location, index, prompt_key=file.prompt_key, label_key=file.label_key
-        )
+        row = parse_record(record, location, index, file.row_keys)
         if isinstance(row, ConfigError):
             raise row
         yield row
@@ -126,7 +137,7 @@ class LazyTokenizer:
 class PromptFile:
     """Data file whose rows are turned into prompts on demand, in any order.
 
-    first: uid index of the first row.
+    first: uid index of the first row. make_renderer: of rows that give completions.
     """
 
     def __init__(
@@ -136,10 +147,14 @@ class PromptFile:
         limits: PromptLimits,
         *,
         first: int = 0,
+        make_renderer: MakeRenderer | None = None,
     ) -> None:
         self.file = file
         self.limits = limits
-        self.table = open_table(file.path, file.split)
+        self._make_renderer = make_renderer if file.gives != ROLLOUTS else None
+        recorded = os.path.join(file.path, RECORDED_FOLDER)
+        is_run = self._make_renderer and os.path.isdir(recorded)
+        self.table = open_table(recorded if is_run else file.path, file.split)
         self.indices = first + self.table.get_indices()
         self._first_index = first
         self._tokenizer = tokenizer
@@ -149,13 +164,13 @@ class PromptFile:
 
         Raises DataError if rows are unreadable, and ConfigError for an unusable template or filter.
         """
-        keys = {"prompt_key": self.file.prompt_key, "label_key": self.file.label_key}
         read = self.table.read_rows(np.searchsorted(self.indices, indices).tolist())
-        parsed = [parse_record(record, place, index, **keys) for place, index, record in read]
+        keys = self.file.row_keys
+        parsed = [parse_record(record, place, index, keys) for place, index, record in read]
         with _render_lock:
             template, keep = self._template_and_filter
             valid = [row for row in parsed if isinstance(row, DataRow)]
-            rendered = iter(_render_token_ids(self._tokenizer(), valid, template))
+            rendered = iter(self._render(valid, template))
             return [
                 ClassifiedRow(RowStatus.BAD, index, problem=row)
                 if isinstance(row, ConfigError)
@@ -184,6 +199,20 @@ class PromptFile:
                 numbers.append(value)
         return np.array(numbers)
 
+    def _render(
+        self, rows: Sequence[DataRow], template: ChatTemplate
+    ) -> Sequence[RenderedRow | ConfigError]:
+        """Render rows to the token ids of prompts, with the targets that they give."""
+        if self._make_renderer is not None:
+            return [_catch_config_error(self._renderer.render_row, row) for row in rows]
+        rendered = _render_token_ids(self._tokenizer(), rows, template)
+        return [ids if isinstance(ids, ConfigError) else (ids, ()) for ids in rendered]
+
+    @cached_property
+    def _renderer(self) -> RowRenderer:
+        assert self._make_renderer is not None
+        return self._make_renderer(self._tokenizer(), self._template_and_filter[0], self.file.gives)
+
     @cached_property
     def _template_and_filter(self) -> tuple[ChatTemplate, PromptFilter]:
         file = self.file
@@ -197,17 +226,29 @@ class PromptFile:
         return template, keep
 
     def _classify_row(
-        self, row: DataRow, token_ids: list[int] | ConfigError, keep: PromptFilter
+        self, row: DataRow, rendered: RenderedRow | ConfigError, keep: PromptFilter
     ) -> ClassifiedRow:
-        if isinstance(token_ids, ConfigError):
-            return ClassifiedRow(RowStatus.BAD, row.index, problem=token_ids)
-        prompt = make_prompt(row, token_ids, first=self._first_index)
+        if isinstance(rendered, ConfigError):
+            return ClassifiedRow(RowStatus.BAD, row.index, problem=rendered)
+        prompt = make_prompt(row, *rendered, first=self._first_index)
         try:
             status = _choose_status(prompt, keep, self.limits)
+            status = status if self._is_accepted(row) else RowStatus.FILTERED
         except ConfigError as problem:
-            return ClassifiedRow(RowStatus.BAD, row.index, len(token_ids), problem=problem)
+            return ClassifiedRow(RowStatus.BAD, row.index, prompt.num_tokens, problem=problem)
         is_used = status is RowStatus.KEPT
-        return ClassifiedRow(status, row.index, len(token_ids), prompt if is_used else None)
+        return ClassifiedRow(status, row.index, prompt.num_tokens, prompt if is_used else None)
+
+    def _is_accepted(self, row: DataRow) -> bool:
+        """Return whether a row has enough score and, as a recorded rollout, ended by itself."""
+        score, least = row.extra_info.get("score"), self.file.min_score
+        if least is not None and not isinstance(score, int | float):
+            raise ConfigError(
+                f"{row.location}: {self.file.key}.min_score={least:g}: the column score must be a"
+                f" number, is {score!r}"
+            )
+        ended = self._make_renderer is None or row.extra_info.get("finish_reason", "stop") == "stop"
+        return ended and (least is None or float(score) >= least)
 
     def __iter__(self) -> Iterator[ClassifiedRow]:
         for start in range(0, len(self.table), RENDER_BATCH_ROWS):
@@ -219,13 +260,15 @@ class PromptFile:
         file = self.file
         facts: list[object] = [file.prompt_key, file.label_key, file.split, file.template]
         facts += [sorted(file.template_arguments.items()), self.limits.on_long]
+        facts += [file.min_score, file.last_turn] if file.gives != ROLLOUTS else []
         paths = [] if file.template in (MODEL_TEMPLATE, PLAIN_TEMPLATE) else [file.template]
         paths += [file.filter.rpartition(":")[0]] if file.filter else []
         code = [_hash_file(path) for path in paths]
         return repr((facts, file.filter.rpartition(":")[2], code))
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: item for name, item in vars(self).items() if name != "_template_and_filter"}
+        made = ("_template_and_filter", "_renderer")
+        return {name: item for name, item in vars(self).items() if name not in made}
 
 
 def _hash_file(path: str) -> str:
@@ -245,7 +288,22 @@ def _render_token_ids(
     return [item for row in rows for item in _render_token_ids(tokenizer, [row], template)]
 
 
-def make_prompt(row: DataRow, token_ids: Sequence[int], *, first: int = 0) -> Prompt:
+def _catch_config_error(
+    render: Callable[[DataRow], RenderedRow], row: DataRow
+) -> RenderedRow | ConfigError:
+    try:
+        return render(row)
+    except ConfigError as error:
+        return error
+
+
+def make_prompt(
+    row: DataRow,
+    token_ids: Sequence[int],
+    targets: Sequence[tuple[bytes, bytes]] = (),
+    *,
+    first: int = 0,
+) -> Prompt:
     return Prompt(
         uid=make_uid(0, first + row.index),
         token_ids=np.array(token_ids, np.int32),
@@ -256,13 +314,14 @@ def make_prompt(row: DataRow, token_ids: Sequence[int], *, first: int = 0) -> Pr
         row_location=row.location,
         is_chat=row.is_chat,
         environment=row.environment,
+        targets=targets,
     )
 
 
 def _choose_status(prompt: Prompt, keep: PromptFilter, limits: PromptLimits) -> RowStatus:
     """Return the use of a rendered prompt. Raises ConfigError for a prompt that makes a bad row."""
-    location, length = prompt.row_location, len(prompt.token_ids)
-    if not length:
+    location, length = prompt.row_location, prompt.num_tokens
+    if not len(prompt.token_ids):
         raise ConfigError(f"{location}: the prompt has no tokens")
     largest = int(prompt.token_ids.max())
     if largest >= limits.vocab_size:
@@ -350,7 +409,8 @@ def describe_unused_rows(
     file: DataFile, counts: Mapping[RowStatus, int], suffix: str = ""
 ) -> list[str]:
     """Return a line per reason why rows were skipped: count, reason and `suffix`."""
-    reasons = {RowStatus.TOO_LONG: "too long", RowStatus.FILTERED: f"filtered by {file.filter}"}
+    filters = file.filter or "score or end"
+    reasons = {RowStatus.TOO_LONG: "too long", RowStatus.FILTERED: f"filtered by {filters}"}
     return [
         f"{file.path}: {counts[status]} prompts skipped, {reason}{suffix}"
         for status, reason in reasons.items()
@@ -487,6 +547,7 @@ def open_training_files(
     *,
     max_sampled_tokens: float | None = math.inf,
     inspect: PromptInspector = lambda prompts: None,
+    make_renderer: MakeRenderer | None = None,
 ) -> TrainingFiles:
     """Open training files, and classify every row of small ones and a sample of larger ones.
 
@@ -497,7 +558,7 @@ def open_training_files(
     """
     opened, first = [], 0
     for file in files:
-        opened.append(PromptFile(file, tokenizer, limits, first=first))
+        opened.append(PromptFile(file, tokenizer, limits, first=first, make_renderer=make_renderer))
         first = int(opened[-1].indices[-1]) + 1
     digests = tuple(hashlib.blake2b(digest_size=8) for _ in range(2))
     classify = partial(
@@ -595,5 +656,7 @@ def hash_prompt(
     facts += (prompt.environment,) if prompt.environment else ()
     digest.update(repr((facts, len(prompt.token_ids))).encode("utf-8", "backslashreplace"))
     digest.update(prompt.token_ids.astype(np.int32).tobytes())
+    for target in prompt.targets:
+        digest.update(b"".join(target))
     columns = (prompt.messages, sorted(prompt.extra_info.items()))
     columns_digest.update(repr(columns).encode("utf-8", "backslashreplace"))

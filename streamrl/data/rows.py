@@ -7,21 +7,29 @@ chat template), `extra_info`. Objects and messages may be JSON text. All further
 columns go into extra_info under their names, where rewards find them; so do the columns of
 `label_key` and of the template. The row's own extra_info wins.
 
+Rows that give completions, to train on without a generator, have `completion`, or `chosen` and
+`rejected`, text or messages, after the prompt; or conversations as `messages`, or as both of
+`chosen` and `rejected`, whose common beginning is the prompt. Recorded rollouts of a run are such
+rows.
+
 A parquet struct stores every key of its file in every row, as null if the row lacks the key. Nulls
 are removed in all formats, so a row reads the same from each.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import ConfigError, DataError, get_message
 from streamrl.files.bounded_read import check_depth, parse_json
+from streamrl.messages import PAIRS, ROLLOUTS, TARGETS
 
-JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs")
+JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs", "turns")
 """Object columns that may be JSON text; a parquet column has a single type for all rows."""
+COMPLETION_COLUMNS = {TARGETS: ("completion",), PAIRS: ("chosen", "rejected")}
+Messages = tuple[Mapping[str, Any], ...]
 _CHAT_PATTERN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 """Start of a list of chat messages, in JSON or as Python's repr."""
 
@@ -48,6 +56,8 @@ class DataRow:
     location: file and row, for errors. index: line or record number in the file, from 0.
     environment: name of the environment of the row's episodes; "" if the row names none.
     tools: JSON schemas of functions. template_arguments: extra arguments of the chat template.
+    completions: messages that may follow the prompt, of one target or of a pair. pieces: texts of a
+    recorded episode, with its control tokens, and whether the policy wrote them.
     """
 
     location: str
@@ -60,34 +70,50 @@ class DataRow:
     tools: Sequence[Mapping[str, Any]] = ()
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
+    completions: tuple[Messages, ...] = ()
+    pieces: Sequence[tuple[str, bool]] = ()
 
 
-def parse_record(
-    record: Any, location: str, index: int, *, prompt_key: str, label_key: str
-) -> DataRow | ConfigError:
+@dataclass(frozen=True)
+class RowKeys:
+    """How to read the rows of a file: columns of prompt and ground truth, "" for the usual one.
+
+    gives: ROLLOUTS, or the completions that a row must have. last_turn: of a conversation only the
+    last message of the assistant is a target.
+    """
+
+    prompt_key: str
+    label_key: str
+    gives: str = ROLLOUTS
+    last_turn: bool = False
+
+
+def parse_record(record: Any, location: str, index: int, keys: RowKeys) -> DataRow | ConfigError:
     """Convert a record to a row; a row that cannot be read or used is its ConfigError."""
     if isinstance(record, ConfigError):
         return record
     try:
         check_depth(record)
-        return _parse_row(record, location, index, prompt_key=prompt_key, label_key=label_key)
+        return _parse_row(record, location, index, keys)
     except ValueError as error:
         return ConfigError(f"{location}: {error}")
 
 
-def _parse_row(
-    record: Any, location: str, index: int, *, prompt_key: str, label_key: str
-) -> DataRow:
+def _parse_row(record: Any, location: str, index: int, keys: RowKeys) -> DataRow:
     """Convert a record to a row. Raises ValueError for one that cannot be used."""
+    prompt_key, label_key, gives = keys.prompt_key, keys.label_key, keys.gives
     _check_type(record, dict, "a JSON object", name="")
     for setting, key in (("prompt_key", prompt_key), ("label_key", label_key)):
-        if key and key not in record:
+        if key and key not in record and not (gives != ROLLOUTS and key == prompt_key):
             columns = ", ".join(map(str, record)) or "none"
             raise ValueError(f"no column {key!r} ({setting}); the columns are: {columns}")
-    fields = _remove_nulls(_parse_json_texts(record, prompt_key, label_key))
-    prompt = fields.pop(prompt_key, None)
+    texts = {prompt_key, *(("messages", *COMPLETION_COLUMNS[gives]) if gives != ROLLOUTS else ())}
+    fields = _remove_nulls(_parse_json_texts(record, texts, label_key))
+    prompt, completions = fields.pop(prompt_key, None), tuple[Messages, ...]()
+    if gives != ROLLOUTS:
+        prompt, completions = _take_completions(fields, prompt, keys)
     ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields)
-    texts = {
+    names = {
         name: _check_type(fields.pop(name, ""), str, name=name)
         for name in ("data_source", "environment")
     }
@@ -104,21 +130,61 @@ def _parse_row(
         is_chat=not isinstance(prompt, str),
         tools=tools,
         template_arguments=_check_type(arguments, dict, name="chat_template_kwargs"),
-        **texts,
+        completions=completions,
+        pieces=[(turn["text"], turn["source"] == "sampled") for turn in fields.pop("turns", ())]
+        if gives != ROLLOUTS
+        else (),
+        **names,
     )
 
 
-def _parse_json_texts(record: Mapping[str, Any], prompt_key: str, label_key: str) -> dict[str, Any]:
+def _parse_json_texts(
+    record: Mapping[str, Any], texts: Collection[str], label_key: str
+) -> dict[str, Any]:
+    """Parse the columns that may be JSON text; those of `texts` may be messages or plain text."""
     parsed = dict(record)
     for name in JSON_COLUMNS:
-        if isinstance(text := parsed.get(name), str) and name not in (prompt_key, label_key):
+        if isinstance(text := parsed.get(name), str) and name not in (*texts, label_key):
             try:
                 parsed[name] = parse_json(text) if text.strip() else None
             except ValueError as error:
                 raise ValueError(f"{name} is text, which must be JSON: {error}") from None
-    if isinstance(text := parsed.get(prompt_key), str):
-        parsed[prompt_key] = _parse_messages(text, prompt_key)
+    for name in texts:
+        if isinstance(text := parsed.get(name), str):
+            parsed[name] = _parse_messages(text, name)
     return parsed
+
+
+def _take_completions(
+    fields: dict[str, Any], prompt: Any, keys: RowKeys
+) -> tuple[Any, tuple[Messages, ...]]:
+    """Remove the completions from a row's fields; return its prompt and them."""
+    columns, last_turn = COMPLETION_COLUMNS[keys.gives], keys.last_turn
+    if keys.gives == TARGETS and "completion" not in fields:
+        name = "messages" if "messages" in fields else keys.prompt_key
+        messages = _normalize_messages(fields.pop("messages", prompt), name=name)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns or not turns[-last_turn]:
+            raise ValueError(
+                f"{name} needs a message of the assistant after another, or the row a completion"
+            )
+        start = turns[-last_turn]
+        return list(messages[:start]), (messages[start : turns[-1] + 1],)
+    completions = []
+    for name in columns:
+        value = fields.pop(name, None)
+        if isinstance(value, str):
+            value = [{"role": "assistant", "content": value}]
+        completions.append(_normalize_messages(value, name=name))
+    if prompt is None:
+        pairs = zip(*completions, strict=False)
+        start = next((i for i, pair in enumerate(pairs) if pair[0] != pair[-1]), 0)
+        prompt = list(completions[0][:start])
+        completions = [messages[start:] for messages in completions]
+    for name, messages in zip(columns, completions, strict=True):
+        if not messages or messages[-1]["role"] != "assistant":
+            raise ValueError(f"{name} must end with a message of the assistant")
+    return prompt, tuple(completions)
 
 
 def _parse_messages(text: str, name: str) -> Any:

@@ -66,9 +66,11 @@ def compute_step_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     Metrics of models that the step did not train are NaN, and those that scorers report, which they
     may do only after the step.
     """
-    unknown = (*TRAINED_METRICS, *REPORTED_METRICS, "cost/mean")
+    scores = ("reward/mean", "reward/std", "rollout/equal_score_frac", "cost/mean")
+    unknown = (*TRAINED_METRICS, *REPORTED_METRICS, *scores)
     row: dict[str, float | Histogram] = dict.fromkeys(unknown, NAN)
-    row |= compute_score_metrics(facts.metric_sums)
+    if GENERATE_CALL.stage in facts.activity:
+        row |= compute_score_metrics(facts.metric_sums)
     row |= _compute_rollout_metrics(facts)
     row |= _compute_staleness_metrics(facts)
     row |= _compute_queue_metrics(facts)
@@ -101,13 +103,13 @@ def compute_score_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def _compute_rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
-    sums, generate = facts.metric_sums, facts.activity["generate"]
-    busy = _compute_mean_busy_s(generate, facts)
+    sums, generate = facts.metric_sums, facts.activity.get(GENERATE_CALL.stage)
+    busy = _compute_mean_busy_s(generate, facts) if generate else 0.0
     sampled = sums["sampled_sum"]
     return {
         "rollout/length_mean": sampled / sums["rollouts"],
         "rollout/length_max": sums["sampled_max"],
-        "rollout/probability_mean": sums["probability_sum"] / sampled,
+        "rollout/probability_mean": sums["probability_sum"] / sampled if generate else NAN,
         "rollout/truncated_frac": sums["truncated_sum"] / sums["rollouts"],
         "rollout/tokens_per_s": sampled / busy if busy > 0 else NAN,
     }

@@ -86,7 +86,7 @@ class WeightPublisher:
         to stay: that generator is paused until it loads the version.
         `first` publishes all roles; `awaited` publishes a version that is not due, for example
         because groups admitted at it before a resume wait for it. Returns True if the version is
-        announced: publishing the policy has begun.
+        announced: publishing the policy has begun, or nobody follows it.
         """
         await self.wait_until_published()
         self._version = version
@@ -99,7 +99,7 @@ class WeightPublisher:
         }
         # Let each task run until it holds the device lease, if that is free.
         await asyncio.sleep(0)
-        return POLICY in roles
+        return POLICY in roles or POLICY not in self._sources
 
     def resend_version(self, role: str, version: int) -> None:
         """Publish a role's newest version again, for followers that could not verify it.

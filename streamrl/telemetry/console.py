@@ -23,7 +23,14 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.files.printable_text import make_printable
-from streamrl.telemetry.metric_names import IDLE_PREFIX, Histogram, MetricsRow, select_prefixed
+from streamrl.telemetry.metric_names import (
+    DEPTH_PREFIX,
+    IDLE_PREFIX,
+    Histogram,
+    MetricsRow,
+    choose_objective,
+    select_prefixed,
+)
 from streamrl.telemetry.progress import (
     ACCENT,
     BAR_WIDTH,
@@ -42,7 +49,7 @@ FILE_ONLY_FIELDS = {"objective", "layout", "goes_back"}
 SHOWN_EVALS = ("mean_at_k", "pass_at_1")
 """Evaluations with a line in the view: the first that the run has."""
 REFRESHES_PER_S = 4
-DEPTH_PREFIX, EVAL_PREFIX = "queue/depth/", "eval/"
+EVAL_PREFIX = "eval/"
 FILTER_COST_METRICS = ("filter/generate_s", "filter/score_s")
 SPARKLINE_BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _RECENT_STEPS = 10
@@ -71,16 +78,18 @@ class RunInfo:
 
 @dataclass
 class RunProgress:
-    """Latest metrics of a run, and its rewards and evaluations so far.
+    """Latest metrics of a run, and its objective and evaluations so far.
 
-    evals: values of each evaluation, by name without `eval/`.
+    objective: label and metric, as `choose_objective` returns them. evals: values of each
+    evaluation, by name without `eval/`.
     recent_step_s: latest step times, in seconds.
     """
 
     run_info: RunInfo
     step: int = 0
     latest_values: dict[str, float] = field(default_factory=dict)
-    rewards: list[float] = field(default_factory=list)
+    objective: tuple[str, str] = ("reward", "reward/mean")
+    objectives: list[float] = field(default_factory=list)
     evals: dict[str, list[float]] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
     num_tokens: float = 0.0
@@ -97,9 +106,10 @@ class RunProgress:
         numbers = {n: float(v) for n, v in row.items() if not isinstance(v, Histogram)}
         self.step = step
         self.latest_values.update(numbers)
-        reward = numbers.get("reward/mean", math.nan)
-        if math.isfinite(reward):
-            self.rewards.append(reward)
+        self.objective = choose_objective(numbers)
+        value = numbers.get(self.objective[1], math.nan)
+        if math.isfinite(value):
+            self.objectives.append(value)
         step_s = numbers.get("time/step_s", math.nan)
         if math.isfinite(step_s):
             self.recent_step_s.append(step_s)
@@ -232,7 +242,7 @@ class RunConsole(MetricsSink):
     def _list_summary(self, summary: EventFields) -> list[tuple[str, str]]:
         """Return first and last reward and evaluations, totals, and the fields of `summary`."""
         progress, run_info = self.progress, self.progress.run_info
-        series = [("reward", "", progress.rewards)] if progress.rewards else []
+        series = [(progress.objective[0], "", progress.objectives)] * bool(progress.objectives)
         series += [("eval", f"{name} ", values) for name, values in progress.evals.items()]
         since = " since the resume" if run_info.resume_step is not None else ""
         filtered, trained = progress.get("ledger/filtered"), progress.get("ledger/trained")
@@ -302,11 +312,11 @@ class PlainConsole(RunConsole):
 def _format_step(progress: RunProgress) -> str:
     """Format the latest step in a line."""
     get, run_info = progress.format, progress.run_info
-    solved = format_solved(progress)
+    solved, (objective, metric) = format_solved(progress), progress.objective
     parts = [
         f" step {progress.step}/{run_info.num_steps}",
-        f"reward {get('reward/mean')}",
-        f"right: all {solved[0]}, none {solved[1]}",
+        f"{objective} {get(metric)}",
+        *([f"right: all {solved[0]}, none {solved[1]}"] * (objective == "reward")),
         f"length {get('rollout/length_mean', 0)}",
         f"entropy {get('policy/entropy', 2)}",
         f"probability {get('rollout/probability_mean', 2)}",
@@ -410,7 +420,8 @@ def _build_metrics_grid(progress: RunProgress) -> RenderableType:
     grid.add_column(style="bold", no_wrap=True, min_width=6, justify="right")
     grid.add_column(no_wrap=True, width=BAR_WIDTH)
     grid.add_column(no_wrap=True, ratio=1, style="dim")
-    grid.add_row(" reward", progress.format("reward/mean"), *_draw_trend(progress.rewards))
+    label, metric = progress.objective
+    grid.add_row(f" {label}", progress.format(metric), *_draw_trend(progress.objectives))
     for name in [name for name in SHOWN_EVALS if name in progress.evals][:1]:
         values = progress.evals[name]
         grid.add_row(f" eval {name}", format_number(values[-1]), *_draw_trend(values))

@@ -7,7 +7,7 @@ measurement in a step is NaN, never left out.
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from numbers import Integral, Real
@@ -15,7 +15,7 @@ from typing import Any
 
 MAX_BINS = 512
 STALENESS_HISTOGRAM = "staleness/histogram"
-IDLE_PREFIX = "idle/"
+IDLE_PREFIX, DEPTH_PREFIX = "idle/", "queue/depth/"
 WAIT_METRICS = EVALUATE_TIME, CHECKPOINT_TIME = "time/evaluate_s", "time/checkpoint_s"
 """Seconds of a step in which training waited; without a value in other steps."""
 
@@ -158,3 +158,11 @@ def select_prefixed(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         for name, value in row.items()
         if name.startswith(prefix) and value is not None
     }
+
+
+def choose_objective(row: Container[str]) -> tuple[str, str]:
+    """Return label and metric of what a run is to improve, given the names in one of its rows.
+
+    The loss if it trains on rows of the data, which have a place in the queue; else the reward.
+    """
+    return ("loss", "loss/policy") if f"{DEPTH_PREFIX}rows" in row else ("reward", "reward/mean")

@@ -40,7 +40,7 @@ from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.data.pass_rates import PassRates
 from streamrl.data.prompt_stream import PromptStream
-from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, REWARD_CALL, CallKind
+from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind
 from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
 from streamrl.errors import (
     DataError,
@@ -50,13 +50,14 @@ from streamrl.errors import (
     ServiceOutageError,
     StreamError,
 )
-from streamrl.messages import GroupOutcome, Prompt
-from streamrl.pipeline import admit_prompts, train_policy, watch_stalls
+from streamrl.messages import Columns, Experience, GroupOutcome, Prompt, make_target_columns
+from streamrl.pipeline import admit_prompts, score_groups, train_policy, watch_stalls
 from streamrl.run_dir.checkpoint import Checkpoint
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import DedicatedDeviceLease, ProgressClock
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
+from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork
 from streamrl.stream.weight_publisher import PublishFunction, WeightPublisher, is_publish_due
 from streamrl.telemetry.alerts import lacks_scores
 from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, WAIT_METRICS
@@ -128,11 +129,7 @@ class CoordinatorActor(PingableActor):
         self._run_state = self._make_run_state(run_log, version)
         self._queue = ExperienceQueue(context.shards, "coordinator")
         self._role_actors = {role.role: role for role in roles}
-        self._evaluator = RunEvaluator(
-            config,
-            self._role_actors[GENERATE_CALL.role],
-            self._role_actors[REWARD_CALL.role],
-        )
+        self._evaluator = RunEvaluator(config, self._role_actors)
         self._checkpoint = str(checkpoint.path) if checkpoint else ""
         self._saved_version = version
         # Seconds for which training waited since the previous step ended, by metric.
@@ -196,7 +193,7 @@ class CoordinatorActor(PingableActor):
             max_dropped=config.queue.max_drop_rounds * per_step,
             on_group_finished=self._post_finished,
             on_stall=self._post_stall,
-            describe_waits=lambda: describe_waits(self._role_actors[GENERATE_CALL.role]),
+            describe_waits=lambda: describe_waits([*self._role_actors.values()]),
             find_outages=lambda: find_outages([*self._role_actors.values()]),
             on_outages=OutageReporter(self._driver_events).report_outages,
             progress_clock=self._progress_clock,
@@ -297,9 +294,28 @@ class CoordinatorActor(PingableActor):
     def _make_scoring_loops(self) -> list[Coroutine[Any, Any, None]]:
         """Return the loop of each stage whose groups the ranks of a trained model score.
 
-        On slots of its own a model scores while other trained models wait for theirs.
+        On slots of its own a model scores while other trained models wait for theirs. Rows of the
+        data are made rollouts here: that takes no model.
         """
-        return [
+
+        async def read_rows(experiences: Sequence[Experience]) -> list[Columns]:
+            return [make_target_columns(e.prompt, e.admitted_version) for e in experiences]
+
+        reading = [
+            score_groups(
+                StageContext(
+                    call.stage,
+                    ExperienceQueue(self._queue.shards, call.stage),
+                    DedicatedDeviceLease(),
+                ),
+                read_rows,
+                (),
+                InFlightWork(ConcurrencyLimit(self._config.capacity_groups)),
+                self._config.capacity_groups,
+            )
+            for call in self._config.dataflow.select_calls(CallKind.READ)
+        ]
+        return reading + [
             lead_scoring(
                 StageContext(
                     call.stage,
@@ -344,7 +360,9 @@ class CoordinatorActor(PingableActor):
             self._waits_s[EVALUATE_TIME] = time.monotonic() - started_s
         registries = self._run_state.publisher.registries
         sync_stats = {role: registry.drain_stats() for role, registry in registries.items()}
-        weights = compute_weight_metrics(sync_stats.pop(POLICY), list(sync_stats.values()))
+        # Nobody follows a policy that is trained on rows of the data.
+        policy = sync_stats.pop(POLICY, None)
+        weights = compute_weight_metrics(policy, [*sync_stats.values()]) if policy else {}
         row = {**weights, "weights/version": admission.version, **waits_s}
         skipped = self._prompts.take_skipped()
         for problem in skipped.problems:

@@ -9,6 +9,7 @@ from streamrl.actors.actor_context import MAX_LEASE_WAIT_S
 from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply, call_actor
 from streamrl.config.run_config import RunConfig
+from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
 from streamrl.errors import ActorLostError, GenerationError, StreamError, WeightsError
 from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.evaluation.metrics import EvaluationResult
@@ -24,12 +25,12 @@ class RunEvaluator:
     token, a reward or the devices. So a call may take any time while its replica answers pings.
     """
 
-    def __init__(self, config: RunConfig, generators: RoleActors, scorers: RoleActors) -> None:
+    def __init__(self, config: RunConfig, roles: Mapping[str, RoleActors]) -> None:
         self._config = config.evaluation
         self._ping_every_s = config.pipeline.stall_s
         self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
         self._can_restart = config.run.max_restarts > 0
-        self._generators, self._scorers = generators, scorers
+        self._roles = roles
         self._turns: Counter[str] = Counter()
 
     async def run_evaluation(
@@ -44,14 +45,15 @@ class RunEvaluator:
         """
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
-            arguments = (prompt, seeds, self._config.sampling, version)
-            sampled = await self._call_replica(self._generators, "sample", *arguments)
+            generators, sampling = self._roles[GENERATE_CALL.role], self._config.sampling
+            arguments = (prompt, seeds, sampling, version)
+            sampled = await self._call_replica(generators, "sample", *arguments)
             assert isinstance(sampled, SampledPrompt)
             return sampled
 
         async def score(prompt: Prompt, rollouts: Columns) -> Columns:
             group = Experience.make_unqueued(rollouts, prompt, version)
-            (scored,) = await self._call_replica(self._scorers, "score", [group])
+            (scored,) = await self._call_replica(self._roles[REWARD_CALL.role], "score", [group])
             if isinstance(scored, StreamError):
                 raise scored
             on_scored()

@@ -43,10 +43,12 @@ class RoleActors:
             del self.names[index], self.actors[index]
 
 
-async def describe_waits(generators: RoleActors) -> str:
+async def describe_waits(roles: Sequence[RoleActors]) -> str:
     """Describe what the generators' open episodes wait for; leave out hung and dead generators."""
-    answers = await _ask_replicas(generators, "describe_waits", "")
-    return "; ".join(f"{name}: {waits}" for name, waits in answers.items() if waits)
+    generators = [role for role in roles if role.kind is CallKind.GENERATE]
+    answers = [await _ask_replicas(role, "describe_waits", "") for role in generators]
+    waiting = [f"{name}: {waits}" for each in answers for name, waits in each.items() if waits]
+    return "; ".join(waiting)
 
 
 async def find_outages(roles: Sequence[RoleActors]) -> list[Outage]:

@@ -264,6 +264,20 @@ def quadratic_penalty_loss(
     return -advantages * logprobs + coef / 2 * log_ratio.square()
 
 
+def bradley_terry_loss(scores: Tensor, mask: Tensor, *, center_coef: float) -> Tensor:
+    """Return -log sigmoid(r_chosen - r_rejected) + center_coef (r_chosen + r_rejected)^2, [B, T].
+
+    `scores` [B, T] has at the first token of `mask` in a row the score of the chosen completion,
+    and at the second that of the rejected one. The loss of the pair falls on the first.
+    """
+    chosen = mask & (mask.cumsum(-1) == 1)
+    later = mask & ~chosen
+    rejected = later & (later.cumsum(-1) == 1)
+    first, second = ((scores * part).sum(-1, keepdim=True) for part in (chosen, rejected))
+    loss = center_coef * (first + second) ** 2 - torch.nn.functional.logsigmoid(first - second)
+    return loss * chosen
+
+
 def score_function_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """Return -A log pi, the loss of REINFORCE: [B, T]. Source: Williams 1992."""
     return -advantages * logprobs

@@ -63,6 +63,8 @@ def summarize_policy(sums: Mapping[str, float], denominator: float) -> dict[str,
         "policy/entropy": sums["entropy_sum"] / num_sampled,
         "correction/rejected_frac": 1 - sums["num_kept"] / num_sampled,
     }
+    if "right_pairs" in sums:
+        metrics["policy/pair_accuracy"] = sums["right_pairs"] / sums["num_rollouts"]
     if "kl_ref_sum" in sums:
         metrics["policy/kl_ref"] = sums["kl_ref_sum"] / num_sampled
     if not denominator:

@@ -189,7 +189,19 @@ def _fix_longrope_factors(model: Any, max_length: int | None) -> None:
             module.original_inv_freq = module.inv_freq.clone()
 
 
-def _check_complete(path: str, missing: list[str], options: ModelLoadOptions) -> None:
+def _check_complete(
+    path: str,
+    missing: list[str],
+    options: ModelLoadOptions,
+    headless: PreTrainedModel | None = None,
+) -> None:
+    """Raise ConfigError if parameters are missing; those of a head of `headless` become 0."""
+    if headless is not None:
+        head = {n: p for n, p in headless.named_parameters() if n.startswith(VALUE_HEADS)}
+        if head.keys() & missing:
+            for parameter in head.values():
+                nn.init.zeros_(parameter)
+        missing = [name for name in missing if name not in head]
     if missing:
         first = ", ".join(missing[:3])
         raise ConfigError(f"{options.key}={path}: lacks {len(missing)} parameters, such as {first}")
@@ -205,23 +217,24 @@ def load_value_model(
     """
     config = read_model_config(path, num_labels=1)
     model, missing = _load_pretrained(AutoModelForTokenClassification, path, config, dtype, options)
-    head = {n: p for n, p in model.named_parameters() if n.startswith(VALUE_HEADS)}
-    _check_complete(path, [name for name in missing if name not in head], options)
-    if head.keys() & missing:
-        for parameter in head.values():
-            nn.init.zeros_(parameter)
+    _check_complete(path, missing, options, model)
     return _move_to_local_device(model, options)
 
 
 def load_reward_model(
-    path: str, *, dtype: torch.dtype, options: ModelLoadOptions = DEFAULT_OPTIONS
+    path: str,
+    *,
+    dtype: torch.dtype,
+    options: ModelLoadOptions = DEFAULT_OPTIONS,
+    makes_head: bool = False,
 ) -> PreTrainedModel:
-    """Load the sequence-classification model of a directory; its head is in the files.
+    """Load the sequence-classification model of a directory.
 
-    A decoder returns the logits of all tokens, [B, T, 1]: transformers' forward pass would find the
+    Its head, of one label, is in the files; with `makes_head` one that is not starts at 0. A
+    decoder returns the logits of all tokens, [B, T, 1]: transformers' forward pass would find the
     last token of a row by the padding. ConfigError is that of `load_model`.
     """
-    config = read_model_config(path)
+    config = read_model_config(path, **({"num_labels": 1} if makes_head else {}))
     config.use_cache = False
     sizes = config.get_text_config()
     if sizes.pad_token_id not in range(sizes.vocab_size):
@@ -229,7 +242,7 @@ def load_reward_model(
     model, missing = _load_pretrained(
         AutoModelForSequenceClassification, path, config, dtype, options
     )
-    _check_complete(path, missing, options)
+    _check_complete(path, missing, options, model if makes_head else None)
     if scores_each_token(model):
         token_logits: list[Tensor] = []
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -234,6 +234,31 @@ class PolicyTask(TrainingTask):
 
     def is_own(self, name: str) -> bool:
         return not name.startswith(VALUE_HEADS)
+
+
+@dataclass(frozen=True)
+class PairTask(PolicyTask):
+    """Trains a reward model on pairs: the score of a completion is the logprob of its last token.
+
+    A head that the directory lacks starts at 0.
+    """
+
+    loader = staticmethod(partial(load_reward_model, makes_head=True))
+
+    def score_batch(
+        self, forward: ForwardFunction, batch: TensorDict, entropy_mode: EntropyMode = "none"
+    ) -> TokenScores:
+        ids, attention = batch["token_ids"], batch["attention_mask"]
+        scores = compute_row_logits(forward, ids, attention)[:, None]
+        is_last = torch.arange(ids.shape[1], device=ids.device) == attention.sum(-1, True) - 1
+        return TokenScores(scores * is_last, torch.zeros(ids.shape, device=ids.device))
+
+    def compute_loss_from_scores(
+        self, scores: TokenScores, columns: Mapping[str, Tensor], *, version: int
+    ) -> LossAndSums:
+        loss, sums = super().compute_loss_from_scores(scores, columns, version=version)
+        chosen, rejected = scores.logprobs.detach().sum(-1).view(-1, 2).T
+        return loss, sums | {"right_pairs": (chosen > rejected).sum()}
 
 
 @dataclass(frozen=True)

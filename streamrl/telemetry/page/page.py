@@ -30,7 +30,12 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import shorten_text
 from streamrl.messages import Array
-from streamrl.telemetry.metric_names import CHECKPOINT_TIME, EVALUATE_TIME, IDLE_PREFIX
+from streamrl.telemetry.metric_names import (
+    CHECKPOINT_TIME,
+    EVALUATE_TIME,
+    IDLE_PREFIX,
+    choose_objective,
+)
 from streamrl.telemetry.page.run_record import RunReader, RunRecord
 from streamrl.telemetry.progress import format_duration, format_number
 from streamrl.telemetry.rollout_log import (
@@ -169,7 +174,8 @@ def draw_lines(chart: Chart, run: RunRecord) -> Chart:
 def draw_reward(chart: Chart, run: RunRecord, color: str, *, is_alone: bool) -> list[Trace]:
     """Return the reward of training and evaluations of a run."""
     prefix = "" if is_alone else f"{run.name}: "
-    traces = draw_metrics(run, {f"{prefix}reward": "reward/mean"}, color=color)
+    label, metric = choose_objective(run.rows[-1] if run.rows else ())
+    traces = draw_metrics(run, {f"{prefix}{label}": metric}, color=color)
     color = pick_color(1) if is_alone else color
     for name in ("mean_at_k", "pass_at_1"):
         steps, values = run.get_evaluations(f"eval/{name}")
@@ -458,15 +464,16 @@ def list_tiles(run: RunRecord) -> list[tuple[str, str]]:
     if not run.rows:
         return [("step", "0")]
     last = run.rows[-1]
-    rewards = run.get_column("reward/mean")
-    rewards = rewards[np.isfinite(rewards)]
+    label, metric = choose_objective(last)
+    values = run.get_column(metric)
+    values = values[np.isfinite(values)]
     tiles = [("step", str(last["step"]))]
-    if len(rewards):
-        tiles.append(("reward", f"{format_number(rewards[0])} \u2192 {format_number(rewards[-1])}"))
+    if len(values):
+        tiles.append((label, f"{format_number(values[0])} \u2192 {format_number(values[-1])}"))
     for name in ("mean_at_k", "pass_at_1"):
-        steps, values = run.get_evaluations(f"eval/{name}")
+        steps, scores = run.get_evaluations(f"eval/{name}")
         if steps:
-            change = f"{format_number(values[0])} \u2192 {format_number(values[-1])}"
+            change = f"{format_number(scores[0])} \u2192 {format_number(scores[-1])}"
             tiles.append((f"evaluation, {name}", change))
             break
     staleness = run.get_column("staleness/max")
