@@ -260,7 +260,7 @@ def build_dataflow(
             train.append(ModelCall(f"train_{role}", role, CallKind.TRAIN, needs, ()))
     wanted = {*needs, *((FILTER_COLUMN,) if has_filter else ())}
     calls: list[ModelCall] = []
-    sources = SOURCE_CALLS
+    sources: tuple[ModelCall, ...] = SOURCE_CALLS
     if source == ROWS:
         rows = replace(ROWS_CALL, produces=(*ROWS_CALL.produces, EPISODE_COLUMN))
         made = {*rows.produces}

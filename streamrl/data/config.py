@@ -151,11 +151,14 @@ class DataConfig:
         return files[0].template if files else MODEL_TEMPLATE
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
-        own = {
-            "template_arguments": self.chat_template_kwargs,
-            "last_turn": self.targets == "last",
-        }
-        return tuple(replace(file, **own) for file in parse_data_files(value, key=key))
+        return tuple(
+            replace(
+                file,
+                template_arguments=self.chat_template_kwargs,
+                last_turn=self.targets == "last",
+            )
+            for file in parse_data_files(value, key=key)
+        )
 
     def compute_prompt_limit(
         self, *, model_tokens: int, max_new_tokens: int, key: str = "generator.max_new_tokens"

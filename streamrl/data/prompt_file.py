@@ -241,14 +241,17 @@ class PromptFile:
 
     def _is_accepted(self, row: DataRow) -> bool:
         """Return whether a row has enough score and, as a recorded rollout, ended by itself."""
-        score, least = row.extra_info.get("score"), self.file.min_score
-        if least is not None and not isinstance(score, int | float):
+        finish, score = (row.extra_info.get(name) for name in ("finish_reason", "score"))
+        if self._make_renderer is not None and finish not in (None, "stop"):
+            return False
+        if (least := self.file.min_score) is None:
+            return True
+        if not isinstance(score, int | float):
             raise ConfigError(
                 f"{row.location}: {self.file.key}.min_score={least:g}: the column score must be a"
                 f" number, is {score!r}"
             )
-        ended = self._make_renderer is None or row.extra_info.get("finish_reason", "stop") == "stop"
-        return ended and (least is None or float(score) >= least)
+        return score >= least
 
     def __iter__(self) -> Iterator[ClassifiedRow]:
         for start in range(0, len(self.table), RENDER_BATCH_ROWS):

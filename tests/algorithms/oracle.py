@@ -179,6 +179,10 @@ def by_teacher(group: Rollouts, step: Rollouts, settings: Any) -> list[list[floa
     ]
 
 
+def by_weight(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
+    return on_tokens(group, [r.score for r in group])
+
+
 def by_others(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
     scores = snap([r.score for r in group])
     if len(group) == 1:
@@ -368,6 +372,8 @@ ADVANTAGES: dict[str, Callable[[Rollouts, Rollouts, Any], list[list[float]]]] = 
     "gdpo": by_reward,
     "reinforce_pp": by_return,
     "distill": by_teacher,
+    "sft": by_weight,
+    "reward_model": by_weight,
 }
 """Those that are not `by_group`."""
 
@@ -562,6 +568,14 @@ def lose_by_gamma(tokens: Sequence[Token], now: Numbers, old: Numbers, s: Any) -
     return result
 
 
+def lose_pair(tokens: Sequence[Token], now: Numbers, old: Numbers, s: Any) -> Losses:
+    """Return minus the log-probability that the first is preferred to the second, on the first."""
+    chosen, rejected = now[0], now[1] if len(now) > 1 else 0.0
+    preference = 1 / (1 + math.exp(rejected - chosen))
+    loss = -math.log(preference) + s.params["center_coef"] * (chosen + rejected) ** 2
+    return [(loss if i == 0 else 0.0, False) for i in range(len(now))]
+
+
 def lose_quadratic(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
     return -t.advantage * x + s.params["penalty_coef"] * (x - y) ** 2 / 2, False
 
@@ -580,6 +594,7 @@ OF_TOKENS: dict[str, Callable[[Token, float, float, Any], tuple[float, bool]]] =
     "dppo_tv": lose_by_variation,
     "dppo_kl": lose_by_divergence,
     "gpg": lose_score,
+    "sft": lose_score,
     "dro": lose_quadratic,
 }
 OF_ROLLOUTS = {
@@ -587,6 +602,7 @@ OF_ROLLOUTS = {
     "luspo": lose_by_sequence,
     "gmpo": lose_geometric,
     "vespo": lose_by_gamma,
+    "reward_model": lose_pair,
 }
 
 

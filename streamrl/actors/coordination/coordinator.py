@@ -299,7 +299,8 @@ class CoordinatorActor(PingableActor):
         """
 
         async def read_rows(experiences: Sequence[Experience]) -> list[Columns]:
-            return [make_target_columns(e.prompt, e.admitted_version) for e in experiences]
+            pairs = ((e.prompt, e.admitted_version) for e in experiences)
+            return [make_target_columns(prompt, version) for prompt, version in pairs if prompt]
 
         reading = [
             score_groups(

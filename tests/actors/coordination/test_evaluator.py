@@ -71,7 +71,7 @@ def make_run_config(max_restarts: int = 3) -> RunConfig:
 
 def test_round_robin_follows_joining_and_leaving_replicas():
     role = RoleActors([GENERATE_CALL], ["generator-0", "generator-1"], ["a", "b"])
-    evaluator = RunEvaluator(make_run_config(), role, role)
+    evaluator = RunEvaluator(make_run_config(), {})
     assert [evaluator.choose_replica(role)[1] for _ in range(3)] == ["a", "b", "a"]
     role.add_replica("generator-2", "c")
     assert [evaluator.choose_replica(role)[1] for _ in range(4)] == ["b", "c", "a", "b"]
@@ -90,7 +90,7 @@ def test_prompts_of_a_generator_that_leaves_are_sampled_by_another():
     status = WorkStatus("evaluating", len(prompts), "prompts")
 
     async def main() -> EvaluationResult:
-        evaluator = RunEvaluator(config, sampling, scoring)
+        evaluator = RunEvaluator(config, {r.role: r for r in (sampling, scoring)})
         evaluation = asyncio.create_task(
             evaluator.run_evaluation({"held_out": prompts}, version=0, on_scored=status.advance)
         )
@@ -105,11 +105,9 @@ def test_prompts_of_a_generator_that_leaves_are_sampled_by_another():
 
 def evaluate_with(replica: Replica) -> EvaluationResult:
     calls, replicas = (GENERATE_CALL, REWARD_CALL), [FakeActor(replica)]
-    sampling, scoring = (RoleActors([call], [call.role], replicas) for call in calls)
+    roles = {call.role: RoleActors([call], [call.role], replicas) for call in calls}
     prompts = {"held_out": [Prompt("0:0:0", np.array([1], np.int32))]}
-    return run_virtual(
-        RunEvaluator(make_run_config(), sampling, scoring).run_evaluation(prompts, version=0)
-    )
+    return run_virtual(RunEvaluator(make_run_config(), roles).run_evaluation(prompts, version=0))
 
 
 def test_a_call_takes_any_time_while_its_replica_answers():
@@ -142,5 +140,5 @@ async def test_waits_are_those_of_generators_that_answer():
     waiters = [Waiter("1 of 2 open episodes wait"), Waiter(""), Waiter("too late", 1e6)]
     names = [f"generator-{i}" for i in range(3)]
     generators = RoleActors([GENERATE_CALL], names, [*map(FakeActor, waiters)])
-    assert await describe_waits(generators) == "generator-0: 1 of 2 open episodes wait"
+    assert await describe_waits([generators]) == "generator-0: 1 of 2 open episodes wait"
     assert asyncio.get_running_loop().time() < 10.0
