@@ -75,6 +75,9 @@ COLUMN_SPECS: Mapping[str, ColumnSpec] = {
     "pass_rate": ColumnSpec(
         "float32", ColumnAxis.GROUP, "share of right rollouts, for data.sampling=difficulty"
     ),
+    "score_norms": ColumnSpec(
+        "float32", ColumnAxis.TOKEN, "squared norm of the gradient of its logprob, about"
+    ),
     "answers": ColumnSpec(
         "int64", ColumnAxis.ROLLOUT, "equal for equal answers; 0 where there is none"
     ),
@@ -161,8 +164,11 @@ STATE_COLUMN = "turn_states"
 TURN_COLUMN = "turn_ends"
 """Column that tells the turns of an episode apart."""
 TOKEN_SCORES = "token_scores"
-OPTIONAL_COLUMNS = (TOKEN_SCORES,)
-"""Columns that a group may lack: without token_scores, scores fall on last tokens."""
+SCORE_NORMS = "score_norms"
+OPTIONAL_COLUMNS = (TOKEN_SCORES, SCORE_NORMS)
+"""Columns that a group may lack: without token_scores, scores fall on last tokens; score_norms are
+never in the queue, because the trainer computes them.
+"""
 COMPONENT_PREFIX = "reward/"
 COST_PREFIX = "cost/"
 COMPONENT_COLUMN_SPEC = ColumnSpec(

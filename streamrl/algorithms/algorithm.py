@@ -21,6 +21,7 @@ from streamrl.messages import (
     PAIRS,
     ROLLOUT_COLUMNS,
     ROLLOUTS,
+    SCORE_NORMS,
     TARGETS,
     TOKEN_SCORES,
     TRUNCATIONS,
@@ -36,7 +37,7 @@ SCOPES = ("group", "step")
 ALL_COMPONENTS = COMPONENT_PREFIX + "*"
 RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "included", "proximal_logprobs", "near"),
-    "policy_weights",
+    *("policy_weights", "high_entropy"),
     *("num_tokens", "token_rewards", "token_costs", "turn_tokens"),
 }
 """Names that an algorithm cannot give to derived columns: columns of a batch, or inputs of the
@@ -48,7 +49,7 @@ algorithm's functions.
 class AlgorithmSettings:
     """Settings of a run's algorithm: the user's `AlgorithmConfig`, with nulls replaced by defaults.
 
-    max_length: longest possible completion in tokens. scope: group or step, see `Algorithm`.
+    max_length: longest possible completion in tokens. scope, reads_score_norms: see `Algorithm`.
     params: the algorithm's own numbers by name. reward_weights: weight of each reward component by
     name. has_episodes: rollouts are the episodes of an environment. splits_episodes: an episode may
     consist of several samples.
@@ -73,6 +74,8 @@ class AlgorithmSettings:
     overlong_buffer: int
     overlong_factor: float
     mask_truncated: bool
+    top_entropy: float | None
+    reads_score_norms: bool
     has_episodes: bool
     correction: CorrectionConfig
     epochs: int
@@ -108,10 +111,16 @@ class AlgorithmSettings:
         return replace(self, **fields, params={**self.params, **params})
 
     @property
+    def corrects_before_updates(self) -> bool:
+        """True if a pass before a step's first update finds masks, weights or norms of scores."""
+        by_step = self.reads_score_norms or self.top_entropy is not None
+        return by_step or self.correction.corrects_before_updates
+
+    @property
     def should_recompute_logprobs(self) -> bool:
         """True if the policy must recompute a step's logprobs before its first update."""
         from_start = self.correction.proximal == "trainer" and self.num_updates > 1
-        return from_start or self.correction.corrects_before_updates
+        return from_start or self.corrects_before_updates
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
         """Return the divisor of a summed loss, given the sums of all its micro-batches and ranks.
@@ -163,7 +172,8 @@ class Algorithm:
       row is an episode: several samples of one are joined to a row. Excluded rollouts have no row.
       A column of turns is spread over the sampled tokens of the turn. `token_rewards` [B, T] are
       made of `token_scores` if the row has this column; otherwise the score falls on the last
-      sampled token.
+      sampled token. `score_norms` [B, T] come from a pass before the step's first update, see
+      `correct_before_updates`.
     - advantages: (columns, group_ids [B], settings) -> [B] or [B, T], from whole groups.
     - token_loss: (tokens, settings) -> loss [B, T] and a mask of clipped gradients, bool [B, T].
     - defaults: values for fields that `AlgorithmConfig` leaves at null.
@@ -219,6 +229,11 @@ class Algorithm:
         return TURN_COLUMN in self.columns
 
     @property
+    def reads_score_norms(self) -> bool:
+        """True if advantages need a pass of the policy over the step before its first update."""
+        return SCORE_NORMS in self.columns
+
+    @property
     def reads_token_scores(self) -> bool:
         """True if it matters where in a rollout its scores fall."""
         return TOKEN_SCORES in self.columns
@@ -256,9 +271,11 @@ class Algorithm:
 def list_required_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:
     """Return the columns that a group must have before training can start on it.
 
-    Reward components and token scores are not listed: they arrive together with the scores.
+    Reward components and token scores are not listed: they arrive together with the scores. The
+    trainer computes norms of scores itself.
     """
-    columns = [n for n in row.columns if n not in (ALL_COMPONENTS, TURN_COLUMN, TOKEN_SCORES)]
+    others = (ALL_COMPONENTS, TURN_COLUMN, TOKEN_SCORES, SCORE_NORMS)
+    columns = [n for n in row.columns if n not in others]
     reference = ("ref_logprobs",) if settings.kl_coef else ()
     episode = _list_episode_columns(row, settings)
     return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *columns, *reference, *episode)))

@@ -75,7 +75,7 @@ class AlgorithmConfig:
     single_rollout: Annotated[str, one_of(*SINGLE_ROLLOUT_MODES)] = "zero"
     #: Whether advantages are normalized to mean 0 and standard deviation 1 over the step's tokens.
     whiten_advantages: bool | None = None
-    #: Discount of rewards per step of time; null: 1, but 0.95 for gigpo.
+    #: Discount of rewards per step of time; null: 1, but 0.95 for gigpo and hgpo.
     gamma: Annotated[float | None, at_least(0, 1)] = None
     #: Step of time of returns and generalized advantages: token, or turn (of the policy, between
     #: two observations).
@@ -104,6 +104,9 @@ class AlgorithmConfig:
     overlong_factor: Annotated[float, at_least(0)] = 1.0
     #: Exclude truncated rollouts from the loss; their scores count in baselines, filter and means.
     mask_truncated: bool = False
+    #: Share of the step's tokens, those of the highest entropy, whose policy loss is trained, such
+    #: as 0.2 (Wang et al. 2025); null: all. One more forward pass.
+    top_entropy: Annotated[float | None, above(0, 1)] = None
     #: Passes over the rollouts of a training step.
     epochs: Annotated[int, at_least(1), FIXED_ON_RESUME] = 1
     #: Optimizer updates per epoch, each with an equal share of the step's groups.
@@ -219,7 +222,9 @@ class AlgorithmConfig:
             or self._resolve_setting("advantage_scale") == "batch"
         )
         several_updates = self.epochs * self.mini_batches > 1
-        needs_step = needs_step or several_updates or self.correction.corrects_before_updates
+        needs_step = needs_step or several_updates or self.top_entropy is not None
+        looks_first = self.spec.reads_score_norms or self.correction.corrects_before_updates
+        needs_step = needs_step or looks_first
         return "step" if needs_step else self.spec.scope
 
     def _resolve_setting(self, key: str) -> Any:
@@ -244,6 +249,7 @@ class AlgorithmConfig:
         values = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
         values |= {key: value for key, value in vars(self).items() if value is not None}
         values |= {"params": {**self.spec.params, **self.params}, "scope": self.scope}
+        values |= {"reads_score_norms": self.spec.reads_score_norms}
         values |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
         values |= {"has_episodes": has_episodes, "splits_episodes": splits_episodes}
         return AlgorithmSettings(

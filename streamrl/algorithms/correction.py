@@ -9,7 +9,7 @@ NO_CORRECTION = "none"
 PROXIMAL_POLICIES = ("generator", "trainer", "interpolated")
 WEIGHT_LEVELS = ("token", "sequence", "geometric")
 WEIGHT_MODES = ("truncate", "mask")
-REJECTION_KINDS = ("k1", "k2", "k3")
+REJECTION_KINDS = ("k1", "k2", "k3", "binary_kl")
 REJECTION_LEVELS = ("token", "sum", "mean", "max")
 
 
@@ -36,7 +36,8 @@ class CorrectionConfig:
     #: Divide weights by their mean over the step: over tokens (token), or rollouts (sequence,
     #: geometric), before rejection. One more forward pass.
     normalize_weights: bool = False
-    #: Quantity by which tokens are rejected: none, k1 (the ratio), k2 or k3 (divergences).
+    #: Quantity by which tokens are rejected: none, k1 (the ratio), k2, k3 or binary_kl (KPop)
+    #: (divergences).
     reject: Annotated[str, one_of(NO_CORRECTION, *REJECTION_KINDS)] = NO_CORRECTION
     #: Level of the rejection: token, or the rollout's sum, mean or max.
     reject_level: Annotated[str, one_of(*REJECTION_LEVELS)] = "token"

@@ -159,7 +159,8 @@ def policy_loss(
     [B, T]. It also contains ref_logprobs [B, T] if kl_coef is not 0 or the row has the column,
     proximal_logprobs [B, T] if the policy at the start of the step differs from the trained one,
     and the results of `correct_before_updates`, if there are any: near, bool [B, T], tokens to be
-    trained, and policy_weights [B, T]. `logprobs` and `entropy` [B, T] are of the trained policy;
+    trained, and policy_weights [B, T]; with top_entropy also high_entropy, bool [B, T], tokens with
+    a policy loss. `logprobs` and `entropy` [B, T] are of the trained policy;
     `version` is the version of the policy at the start of the step.
     """
     # Mask first: padding may hold NaN, which clamp() keeps and whose gradient spreads.
@@ -177,7 +178,7 @@ def policy_loss(
     derived = _expand_to_tokens({name: batch[name] for name in ("advantages", *row.derived)}, mask)
     tokens = TokenLossInput(log_ratio, current, derived["advantages"], mask, derived)
     losses, clipped = compute_token_losses(row, tokens, settings)
-    weights, kept = _correct_off_policy(settings, off_policy_log_ratio, mask)
+    weights, kept = _correct_off_policy(settings, off_policy_log_ratio, sampling, mask)
     if "policy_weights" in batch:
         weights = apply_mask(batch["policy_weights"], mask)
     if settings.correction.off_policy_threshold is not None:
@@ -189,6 +190,8 @@ def policy_loss(
         )
     if "near" in batch:
         kept = kept & batch["near"]
+    if "high_entropy" in batch:
+        losses = apply_mask(losses, batch["high_entropy"])
     losses_by_part = {"policy": losses * weights, "entropy": -settings.entropy_coef * entropy}
     sums = divergence_sums(off_policy_log_ratio, mask) | {
         "num_tokens": mask.sum(),
@@ -237,9 +240,22 @@ def correct_before_updates(
     """
     mask = batch["loss_mask"]
     proximal = _compute_proximal_logprobs(settings, batch, logprobs, version)
-    log_ratio = apply_mask(proximal - batch["generator_logprobs"], mask)
-    weights, near = _correct_off_policy(settings, log_ratio, mask)
+    sampling = batch["generator_logprobs"]
+    log_ratio = apply_mask(proximal - sampling, mask)
+    weights, near = _correct_off_policy(settings, log_ratio, sampling, mask)
     return weights, near, weight_sums(weights, mask, level=settings.correction.weights)
+
+
+def estimate_score_norms(
+    logprobs: Tensor, collision: Tensor, weights: Tensor, mask: Tensor
+) -> Tensor:
+    """Return the squared norm of the gradient of each token's logprob by the logits: [B, T].
+
+    It is 1 - 2 p + sum p^2, where p are the policy's probabilities; `collision` [B, T] is the sum.
+    `weights` are those of `correct_before_updates`, which multiply the gradients inside the mask.
+    """
+    squares = torch.where(mask, weights.square(), 1.0)
+    return (1 - 2 * logprobs.exp() + collision) * squares
 
 
 def shared_value_loss(
@@ -276,11 +292,11 @@ def _compute_proximal_logprobs(
 
 
 def _correct_off_policy(
-    settings: AlgorithmSettings, log_ratio: Tensor, mask: Tensor
+    settings: AlgorithmSettings, log_ratio: Tensor, sampling: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return importance weights [B, T] and the mask of tokens that are not rejected, bool [B, T].
 
-    `log_ratio`: proximal minus sampling policy.
+    `log_ratio`: proximal minus sampling policy, whose logprobs are `sampling`.
     """
     correction, weights, kept = settings.correction, torch.ones_like(log_ratio), mask
     if correction.weights != NO_CORRECTION:
@@ -300,6 +316,7 @@ def _correct_off_policy(
             level=correction.reject_level,
             low=correction.reject_low,
             high=correction.reject_high,
+            sampling=sampling,
         )
     return weights, kept
 

@@ -20,7 +20,14 @@ from streamrl.algorithms.algorithm import (
     LossAndClipped,
     TokenLossInput,
 )
-from streamrl.messages import PAIRS, STATE_COLUMN, TARGETS, TOKEN_SCORES, TURN_COLUMN
+from streamrl.messages import (
+    PAIRS,
+    SCORE_NORMS,
+    STATE_COLUMN,
+    TARGETS,
+    TOKEN_SCORES,
+    TURN_COLUMN,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +133,38 @@ def episode_and_anchor(
     )
     by_episode = group_relative(columns, ids, settings)[:, None]
     return turns.spread(by_episode + settings.params["turn_weight"] * by_turn)
+
+
+def hierarchy_of_anchors(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    """Return HGPO's advantages: of turns in equal states after equal states, by their number."""
+    turns = adv.TurnSteps(columns[TURN_COLUMN])
+    depths = range(int(settings.params["history"]) + 1)
+    by_turn = adv.anchor_advantages(
+        turns.sum_tokens(columns["token_rewards"]),
+        turns.select_first(columns[STATE_COLUMN]),
+        ids,
+        gamma=settings.gamma,
+        scale=settings.advantage_scale,
+        depth_weights=[(k + 1) ** settings.params["weight_power"] for k in depths],
+    )
+    return turns.spread(by_turn)
+
+
+def optimal_token_baseline(
+    columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings
+) -> "Tensor":
+    # Rollouts that are not trained count in the baseline.
+    sampled = columns[TURN_COLUMN] > 0
+    return adv.optimal_token_advantages(
+        columns["token_rewards"],
+        columns[SCORE_NORMS],
+        sampled,
+        ids,
+        gamma=settings.gamma,
+        single=settings.single_rollout,
+    )
 
 
 def generalized_advantages(
@@ -499,6 +538,24 @@ ALGORITHM_SPECS = (
         defaults={"gamma": 0.95, "loss_aggregation": "token-mean", "advantage_scale": "none"},
         params={"turn_weight": 1.0},
         limits={"turn_weight": NON_NEGATIVE_LIMITS},
+    ),
+    variant(
+        "hgpo",
+        "He et al. 2026, HGPO, arXiv:2602.22817",
+        columns=(*TOKEN_SCORE_COLUMNS, TURN_COLUMN, STATE_COLUMN),
+        advantages=hierarchy_of_anchors,
+        defaults={"gamma": 0.95, "loss_aggregation": "token-mean"},
+        params={"history": 2, "weight_power": 1.0},
+        limits={"history": NON_NEGATIVE_LIMITS, "weight_power": NON_NEGATIVE_LIMITS},
+    ),
+    variant(
+        "otb",
+        "Li et al. 2026, The Optimal Token Baseline, arXiv:2602.07078",
+        columns=(*TOKEN_SCORE_COLUMNS, SCORE_NORMS),
+        advantages=optimal_token_baseline,
+        defaults={"loss_aggregation": "token-mean", "advantage_scale": "none"},
+        # A token that no other rollout reaches has baseline 0.
+        min_group_size=1,
     ),
     variant(
         "dapo",

@@ -94,6 +94,7 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
     is_split = config.generator.tensor_parallel > 1
     is_idle = config.critic.replicas and config.critic.shadow.world_size == 1
     is_placed = config.placement.mode not in ("auto", "colocated")
+    looks_first = config.algorithm.spec.reads_score_norms
     is_adaptive = config.data.sampling != "uniform"
     conflicts: list[Conflict] = [
         (config.filter.is_enabled, "filter.kind", "an own loop filters no groups"),
@@ -102,6 +103,7 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
         (config.environment.is_enabled, "environment.path", "an own loop samples single turns"),
         (is_idle, "critic.replicas", "the script of an own loop starts scorers of values; set 0"),
         (is_adaptive, "data.sampling", "an own loop reports no pass rates; set uniform"),
+        (looks_first, "algorithm.name", "its advantages need a pass that own loops do not run"),
         (is_placed, "placement.mode", "an own loop trains and generates in the same workers"),
     ]
     rows = "an own loop gives each rank rows of its own; set 1"

@@ -30,6 +30,7 @@ class Token:
     chosen: bool = False
     likelihood: float = 0.0
     near: bool = True
+    is_uncertain: bool = True
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("columns", ()):
@@ -296,6 +297,63 @@ def by_anchor(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float
     ]
 
 
+def by_history(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
+    """Return HGPO's: in groups of turns that share 0, 1, ... states before the turn's own."""
+    moments = [r.turns for r in group]
+    turns = [
+        (i, k, value)
+        for i, r in enumerate(group)
+        for k, value in enumerate(returns_to_go(r, settings, "turn")[1])
+    ]
+    states = [
+        [r.tokens[moment[0]].turn_states for moment in m]
+        for r, m in zip(group, moments, strict=True)
+    ]
+    sums: dict[tuple[int, int], tuple[float, float]] = {(i, k): (0.0, 0.0) for i, k, _ in turns}
+    for depth in range(settings.params["history"] + 1):
+        for i, k, _ in turns:
+            window = states[i][k - depth : k + 1]
+            if k < depth or 0 in window:
+                continue
+            peers = [
+                (j, m, value)
+                for j, m, value in turns
+                if m >= depth and states[j][m - depth : m + 1] == window
+            ]
+            if len(peers) > 1:
+                values = [value for *_, value in peers]
+                parts = relative(values, settings.advantage_scale, "zero", [])
+                weight = (depth + 1) ** settings.params["weight_power"]
+                part = parts[[(j, m) for j, m, _ in peers].index((i, k))]
+                sums[i, k] = sums[i, k][0] + weight * part, sums[i, k][1] + weight
+    return [
+        spread(r, m, [sums[i, k][0] / (sums[i, k][1] or 1.0) for k in range(len(m))])
+        for i, (r, m) in enumerate(zip(group, moments, strict=True))
+    ]
+
+
+def by_energy(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
+    """Return returns minus the group's mean by the norms of the scores up to the token."""
+    if len(group) == 1 and settings.single_rollout == "zero":
+        return [[0.0] * len(group[0].tokens)]
+    returns = [returns_to_go(r, settings, "token")[1] for r in group]
+    energies = [
+        [sum(t.score_norms for t in r.tokens[: i + 1]) for i in range(len(r.tokens))] for r in group
+    ]
+    result: list[list[float]] = [[] for _ in group]
+    for i in range(max(map(len, returns))):
+        there = [k for k, values in enumerate(returns) if len(values) > i]
+        values = [returns[k][i] for k in there]
+        weights = [energies[k][i] for k in there]
+        level = 0.0
+        if len(there) > 1:
+            values = snap(values)
+            level = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+        for k, value in zip(there, values, strict=True):
+            result[k].append(value - level)
+    return result
+
+
 def estimate(
     rollout: Rollout,
     rewards: Sequence[float],
@@ -363,6 +421,8 @@ ADVANTAGES: dict[str, Callable[[Rollouts, Rollouts, Any], list[list[float]]]] = 
     "vapo": by_length_and_critic,
     "grpo_turn": by_turn,
     "gigpo": by_anchor,
+    "hgpo": by_history,
+    "otb": by_energy,
     "rloo": by_others,
     "remax": by_greedy,
     "safe_rlhf": by_two_critics,
@@ -429,14 +489,28 @@ def importance(xs: Sequence[float], correction: Any) -> list[float]:
     return [w if is_inside(w, *bounds) else 0.0 for w in weights]
 
 
-def is_near(xs: Sequence[float], correction: Any) -> list[bool]:
+def bernoulli(p: float, q: float) -> float:
+    """Return the KL divergence of two coins."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def is_near(xs: Sequence[float], tokens: Sequence[Token], correction: Any) -> list[bool]:
     """Return which tokens `reject` keeps."""
     kind, level = correction.reject, correction.reject_level
     if kind == "none":
         return [True] * len(xs)
     bounds = correction.reject_low, correction.reject_high
     is_ratio = kind == "k1"
-    quantities = list(xs) if is_ratio else [divergence(-x, kind) for x in xs]
+    if kind == "binary_kl":
+        quantities = []
+        for x, t in zip(xs, tokens, strict=True):
+            p, q = (
+                clamp(math.exp(y), 1e-6, 1 - 1e-6)
+                for y in (t.generator_logprobs + x, t.generator_logprobs)
+            )
+            quantities.append(max(bernoulli(p, q), bernoulli(q, p)))
+    else:
+        quantities = list(xs) if is_ratio else [divergence(-x, kind) for x in xs]
 
     def finish(x: float) -> float:
         return ratio(x) if is_ratio else x
@@ -455,7 +529,7 @@ def mask_far_tokens(settings: Any, rollouts: Rollouts, version: int) -> None:
     pairs: list[tuple[float, Token]] = []
     for r in rollouts:
         xs = drift(r, settings, version)
-        keeps = is_near(xs, settings.correction) if xs else []
+        keeps = is_near(xs, r.trained, settings.correction) if xs else []
         for token, x, near in zip(r.trained, xs, keeps, strict=True):
             token.near = near
             pairs.append((x * x, token))
@@ -470,6 +544,10 @@ def mask_far_tokens(settings: Any, rollouts: Rollouts, version: int) -> None:
         counted = [w for weights in by_rollout for w in weights]
         for r in rollouts:
             r.mean_weight = mean(counted) if any(counted) else 1.0
+    if settings.top_entropy is not None:
+        ranked = sorted((t for r in rollouts for t in r.trained), key=lambda t: -t.entropy)
+        for token in ranked[1 + int(settings.top_entropy * (len(ranked) - 1) + 1e-9) :]:
+            token.is_uncertain = False
     threshold = settings.correction.second_moment_threshold
     pairs.sort(key=lambda pair: pair[0])
     while threshold is not None and pairs and mean(square for square, _ in pairs) >= threshold:
@@ -685,7 +763,9 @@ def differentiate(function: Callable[[list[float]], float], point: Sequence[floa
 def judge(name: str, settings: Any, r: Rollout, version: int) -> tuple[list[float], list[bool]]:
     """Return importance weights of the trained tokens, and which of them are kept."""
     xs, correction = drift(r, settings, version), settings.correction
-    kept = [n and t.near for n, t in zip(is_near(xs, correction), r.trained, strict=True)]
+    kept = [
+        n and t.near for n, t in zip(is_near(xs, r.trained, correction), r.trained, strict=True)
+    ]
     bound = correction.off_policy_threshold
     if bound is not None and mean(t.logprob - t.generator_logprobs for t in r.trained) < -bound:
         kept = [k and t.advantage >= 0 for k, t in zip(kept, r.trained, strict=True)]
@@ -709,7 +789,9 @@ def make_loss(
     def lose(now: Numbers, entropy: Numbers) -> float:
         losses, total = lose_tokens(name, r.trained, now, old, settings), 0.0
         for i, token in enumerate(r.trained):
-            part = weights[i] * losses[i][0] - settings.entropy_coef * entropy[i]
+            part = (
+                token.is_uncertain * weights[i] * losses[i][0] - settings.entropy_coef * entropy[i]
+            )
             if settings.kl_coef and settings.kl_in == "loss":
                 weight = settings.kl_coef
                 if settings.kl_weighted:

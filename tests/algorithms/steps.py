@@ -108,6 +108,7 @@ def make_step(
     }
     logprobs = torch.where(mask, generator + normal(*mask.shape, scale=0.3), 0.0)
     entropy = torch.where(mask, 2 + normal(*mask.shape, scale=0.1), 0.0)
+    columns["score_norms"] = torch.where(mask, normal(*mask.shape).square(), 0.0)
     return Step(columns, group_ids, logprobs, entropy)
 
 

@@ -24,7 +24,7 @@ from streamrl.algorithms.correction import (
     WEIGHT_MODES,
     CorrectionConfig,
 )
-from streamrl.algorithms.math.correction import second_moment_limit
+from streamrl.algorithms.math.correction import high_entropy_limit, second_moment_limit
 from streamrl.algorithms.objective import (
     correct_before_updates,
     derive_group_columns,
@@ -47,6 +47,7 @@ PARAMS = {
     "dppo_tv": {"ratio_cap": 1.2},
     "dppo_kl": {"ratio_cap": 1.2},
     "gigpo": {"turn_weight": 0.6},
+    "hgpo": {"history": 1, "weight_power": 2.0},
     "vapo": {"alpha": 0.4, "right_above": 0.1},
     "vespo": {"power_positive": 1.5, "decay_positive": 2.5},
     "dro": {"penalty_coef": 0.6},
@@ -133,6 +134,10 @@ def list_configs() -> dict[str, AlgorithmConfig]:
         **{
             f"{name} std": configure(name, advantage_scale="std") for name in ("grpo_turn", "gigpo")
         },
+        "top entropy": configure("dapo", top_entropy=0.3, kl_coef=0.1, entropy_coef=0.03),
+        "hgpo deep": configure("hgpo", params={"history": 4}, advantage_scale="none"),
+        "hgpo gigpo": configure("hgpo", params={"history": 0}, advantage_scale="none"),
+        "otb keep": configure("otb", single_rollout=keep, gamma=0.8, mask_truncated=True),
         "dual clip": configure(dual_clip=1.1, clip_high=0.28),
         "whitened": configure(whiten_advantages=True, mask_truncated=True),
     }
@@ -153,6 +158,7 @@ def draw_config(name: str, seed: int) -> AlgorithmConfig:
         "kl_in": ("reward",) if in_reward else ("loss",),
         "kl_kind": KL_KINDS[:4] if in_reward else KL_KINDS,
         "overlong_buffer": (0,) if name == "gdpo" else (0, 4),
+        "top_entropy": (None, None, 0.4),
         "dual_clip": (None,)
         if {name} & (oracle.OF_TOKENS | oracle.OF_ROLLOUTS).keys()
         else (None, 1.3),
@@ -169,10 +175,14 @@ def draw_config(name: str, seed: int) -> AlgorithmConfig:
     }
     picked = {key: draw.choice(values) for key, values in corrections.items()}
     if picked["reject"] != "none":
-        picked |= {"reject_high": 1.4, "reject_low": 0.7 if picked["reject"] == "k1" else None}
+        picked |= {
+            "reject_high": 0.05 if picked["reject"] == "binary_kl" else 1.4,
+            "reject_low": 0.7 if picked["reject"] == "k1" else None,
+        }
     correction = CorrectionConfig(**picked)  # type: ignore[arg-type]
     # The interpolated policy of the start is another than that of the update.
-    policies = PROXIMAL_POLICIES[:2] if correction.corrects_before_updates else PROXIMAL_POLICIES
+    looks_first = correction.corrects_before_updates or name == "otb"
+    policies = PROXIMAL_POLICIES[:2] if looks_first else PROXIMAL_POLICIES
     picked["proximal"] = draw.choice(policies)
     if picked["proximal"] != "generator":
         bounds = draw.choice(({}, {"weight_low": 0.8, "weight_high": 1.2}, {"weight_high": None}))
@@ -253,9 +263,9 @@ def on_tokens(mask: torch.Tensor, numbers: list[float]) -> torch.Tensor:
 
 
 def correct_step(
-    settings: AlgorithmSettings, batch: dict[str, torch.Tensor]
+    settings: AlgorithmSettings, batch: dict[str, torch.Tensor], entropy: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return mask and weights of a step's start, as the trainer's ranks make them."""
+    """Return masks and weights of a step's start, as the trainer's ranks make them."""
     proximal = batch["proximal_logprobs"]
     weights, near, (total, count) = correct_before_updates(
         settings, batch, proximal, version=VERSION
@@ -266,9 +276,14 @@ def correct_step(
         near = near & (
             squares <= second_moment_limit(squares[batch["loss_mask"]], threshold=threshold)
         )
-    if not settings.correction.normalize_weights:
-        return {"near": near}
-    return {"near": near, "policy_weights": weights * count / total if total else weights}
+    corrected = {"near": near}
+    if settings.top_entropy is not None:
+        counted = entropy[batch["loss_mask"]]
+        limit = high_entropy_limit(counted, share=settings.top_entropy)
+        corrected["high_entropy"] = entropy >= limit
+    if settings.correction.normalize_weights:
+        corrected["policy_weights"] = weights * count / total if total else weights
+    return corrected
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -315,8 +330,8 @@ def check_step(config: AlgorithmConfig, step: Step) -> None:
     rollouts = read_rollouts(step, settings, is_sampled_row=config.name in SAMPLED)
     derived = derive_group_columns(row, settings, columns, step.group_ids)
     mask = derived["loss_mask"]
-    if config.correction.corrects_before_updates:
-        corrected = correct_step(settings, {**columns, **derived})
+    if settings.corrects_before_updates:
+        corrected = correct_step(settings, {**columns, **derived}, step.entropy)
         near = corrected["near"]
         oracle.mask_far_tokens(settings, rollouts, VERSION)
         expected = [t.near for r in rollouts for t in r.trained]

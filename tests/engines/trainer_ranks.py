@@ -62,6 +62,12 @@ SEVERAL = AlgorithmConfig(
         second_moment_threshold=SECOND_MOMENT,
     ),
 )
+TOP_ENTROPY = 0.4
+LOOKING = AlgorithmConfig(
+    name="otb",
+    top_entropy=TOP_ENTROPY,
+    correction=CorrectionConfig(proximal="trainer", weights="token"),
+)
 PPO = AlgorithmConfig(name="ppo", whiten_advantages=False)
 VALUE_CLIP = 0.05
 VALUED: dict[str, Columns] = {
@@ -355,6 +361,21 @@ def several_updates(job: RankJob, layout: Layout) -> None:
     parameters = parameters_of(trainer)
     trainer.close()
     job.results[f"several/{layout.label}"] = {"sums": sums, "parameters": parameters}
+
+
+def first_look(job: RankJob, layout: Layout) -> None:
+    """Run a step that needs entropies and norms of scores before its update."""
+    trainer = job.trainer(layout, LOOKING, lr=SEVERAL_LR)
+    trainer.plan_step(GROUPS)
+    for work in split_rounds(GROUPS, num_micro_batches=2, num_shares=layout.num_shares):
+        trainer.precompute_logprobs(GROUPS, get_micro_batch(trainer, work))
+    trainer.sync_plan()
+    sums = train_rounds(trainer, GROUPS, layout.num_shares)
+    advantages = trainer.drain_advantages()
+    trainer.update(SEVERAL_DIVISOR)
+    results = {"sums": sums, "advantages": advantages, "parameters": parameters_of(trainer)}
+    trainer.close()
+    job.results[f"first_look/{layout.label}"] = results
 
 
 def sum_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -213,6 +213,21 @@ def weights(level: str, mode: str, low: float | None) -> ParityCase:
     )
 
 
+def high_entropy() -> ParityCase:
+    """Make a case of the mask of tokens of high entropy."""
+    trainer, share = make_trainer(StubGRPOTrainer, grpo()), 0.2
+
+    def ours(batch: Batch) -> Tensor:
+        entropies = -batch.logprobs
+        limit = correction.high_entropy_limit(entropies[batch.loss_mask], share=share)
+        return ((entropies >= limit) & batch.loss_mask).double()
+
+    def theirs(batch: Batch) -> Tensor:
+        return trainer.get_high_entropy_mask(-batch.logprobs, batch.mask, 1 - share).double()
+
+    return ParityCase("correction.high_entropy_limit", "get_high_entropy_mask", ours, theirs)
+
+
 def our_off_policy_mask(batch: Batch) -> Tensor:
     return correction.off_policy_sequence_mask(
         batch.log_ratio, batch.row_advantages, batch.loss_mask, threshold=THRESHOLD
@@ -284,6 +299,7 @@ CASES = [
         their_off_policy_mask,
         sizes=EQUAL,
     ),
+    high_entropy(),
     loss_case(
         "correction.off_policy_sequence_mask, in the loss",
         "off_policy_mask_threshold",

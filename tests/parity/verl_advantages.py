@@ -20,7 +20,11 @@ from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.config import KL_KINDS
 from streamrl.algorithms.correction import CorrectionConfig
 from streamrl.algorithms.math import advantages, tokens
-from streamrl.algorithms.objective import derive_group_columns, policy_loss
+from streamrl.algorithms.objective import (
+    derive_group_columns,
+    estimate_score_norms,
+    policy_loss,
+)
 from tests.parity.case import PAIRS_UP, RAGGED, Batch, ParityCase
 
 GAMMA, LAM = 0.97, 0.9
@@ -237,6 +241,31 @@ def _remax(batch: Batch) -> Tensor:
     return core_algos.compute_remax_outcome_advantage(rewards, baselines, batch.mask)[0]
 
 
+def score_norms(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logprobs of the first word, sums of squared probabilities and weights, [B, T]."""
+    logprobs, weights = batch.logits.log_softmax(-1), batch.log_ratio.exp().clamp(max=2.0)
+    return logprobs[..., 0], logprobs.exp().square().sum(-1), weights
+
+
+def our_optimal_baseline(batch: Batch) -> Tensor:
+    norms = estimate_score_norms(*score_norms(batch), batch.loss_mask)
+    return advantages.optimal_token_advantages(
+        batch.token_rewards, norms, batch.loss_mask, batch.group_ids, gamma=1.0, single="keep"
+    )
+
+
+def optimal_baseline(batch: Batch) -> Tensor:
+    logprobs, squares, weights = score_norms(batch)
+    return core_algos.compute_multi_turn_optimal_token_baseline_advantage(
+        token_level_rewards=batch.token_rewards,
+        response_mask=batch.mask,
+        index=batch.group_ids.numpy(),
+        old_log_probs=logprobs,
+        sum_pi_squared=squares,
+        rollout_is_weights=weights,
+    )[0]
+
+
 recipe = partial(ParityCase, wrt="logprobs", note=THREE)
 
 
@@ -322,6 +351,15 @@ CASES = [
         "reinforce_plus_plus_baseline",
         our_baseline,
         estimator("reinforce_plus_plus_baseline"),
+    ),
+    ParityCase(
+        "advantages.optimal_token_advantages",
+        "tir_optimal_token_baseline",
+        our_optimal_baseline,
+        optimal_baseline,
+        sizes=PAIRS_UP,
+        wider_bound=1e-6,
+        note="verl adds 1e-8 to the sum of norms; " + ALONE,
     ),
     *(divergence(kind) for kind in KL_KINDS),
     ParityCase("kl.adapt_coefficient", "AdaptiveKLController", our_kl_coefs, verl_kl_coefs),

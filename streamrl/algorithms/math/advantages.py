@@ -7,6 +7,8 @@ Statistics use float64; results have the dtype of the input. Time passes by toke
 `TurnSteps` sums [B, T] to [B, K], one entry per turn, and spreads results over the tokens of turns.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -286,6 +288,7 @@ def anchor_advantages(
     *,
     gamma: float,
     scale: str = "none",
+    depth_weights: Sequence[float] = (1.0,),
 ) -> Tensor:
     """Return the return from each turn on minus the mean return of its anchor group: [B, K].
 
@@ -294,17 +297,67 @@ def anchor_advantages(
     group gets 0. `turn_rewards` [B, K] are 0 after the end of an episode. `scale` as in
     `group_relative_advantages`. Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978), equations 6 to
     8.
+
+    With several `depth_weights`, a turn is also in groups whose k = 1, 2, ... states before it are
+    equal, too. It gets the mean of its advantages in the groups that have other turns, with the
+    weight of each k. Source: He et al. 2026 (HGPO, arXiv:2602.22817).
     """
     returns = reward_to_go(
         turn_rewards, torch.ones_like(turn_rewards, dtype=torch.bool), gamma=gamma
     )
-    advantages, has_state = torch.zeros_like(returns), turn_states != 0
-    if has_state.any():
-        groups = group_ids[:, None].expand_as(turn_states)
-        keys = torch.stack([groups[has_state].long(), turn_states[has_state]])
-        _, anchors = torch.unique(keys, dim=1, return_inverse=True)
-        advantages[has_state] = group_relative_advantages(returns[has_state], anchors, scale=scale)
-    return advantages
+    totals, weights = torch.zeros_like(returns), torch.zeros_like(returns)
+    keys, states = [group_ids[:, None].expand_as(turn_states).long()], turn_states
+    has_states = torch.ones_like(turn_states, dtype=torch.bool)
+    for depth_weight in depth_weights:
+        keys, has_states = [*keys, states], has_states & (states != 0)
+        if not has_states.any():
+            break
+        _, anchors, sizes = torch.unique(
+            torch.stack([key[has_states] for key in keys]),
+            dim=1,
+            return_inverse=True,
+            return_counts=True,
+        )
+        weight = depth_weight * (sizes[anchors] > 1)
+        parts = group_relative_advantages(returns[has_states], anchors, scale=scale)
+        totals[has_states] += weight * parts
+        weights[has_states] += weight
+        states = torch.nn.functional.pad(states[:, :-1], (1, 0))
+    return totals / weights.where(weights > 0, 1.0)
+
+
+def optimal_token_advantages(
+    token_rewards: Tensor,
+    score_norms: Tensor,
+    loss_mask: Tensor,
+    group_ids: Tensor,
+    *,
+    gamma: float,
+    single: str = "zero",
+) -> Tensor:
+    """Return the return from each token on minus the group's baseline of least variance: [B, T].
+
+    The baseline of a group's n-th sampled tokens is sum(W G) / sum(W) over the rollouts that have
+    one. G is the return from the token on, and W the sum of `score_norms` [B, T], squared norms of
+    the gradients of logprobs, up to the token. A token that only one rollout of the group reaches
+    has baseline 0. For a group of one rollout, `single` is "zero", or "keep" for a baseline of 0.
+    Source: Li et al. 2026 (OTB, arXiv:2602.07078).
+    """
+    returns = reward_to_go(token_rewards.double(), loss_mask, gamma=gamma)
+    energy = apply_mask(score_norms.double(), loss_mask).cumsum(-1)
+    groups, (num_rows, width) = _GroupStatistics(group_ids), loss_mask.shape
+    _, group_index = torch.unique(group_ids, return_inverse=True)
+    ids = (group_index[:, None] * width + loss_mask.cumsum(-1) - 1)[loss_mask]
+    values, weights, tokens = returns[loss_mask], energy[loss_mask], _GroupStatistics(ids)
+    # Start from centered returns, so that equal returns give exactly 0.
+    centered = tokens.center_values(values)
+    total = tokens.group_sum(weights)
+    baseline = tokens.group_sum(weights * centered) / total.where(total > 0, 1.0)
+    is_alone = groups.group_sizes[:, None].expand(num_rows, width)[loss_mask] == 1
+    kept = torch.where(is_alone, values if single == "keep" else 0.0, values)
+    advantages = torch.zeros_like(returns)
+    advantages[loss_mask] = torch.where(tokens.group_sizes > 1, centered - baseline, kept)
+    return advantages.to(_get_result_dtype(token_rewards))
 
 
 def lagrangian_advantages(

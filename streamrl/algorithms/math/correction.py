@@ -27,6 +27,9 @@ from streamrl.algorithms.math.training_metrics import (
     NUM_BINS_PER_SIDE,
 )
 
+MIN_ODDS = 1e-6
+"""Smallest probability that `binary_kl` counts with, of a token and of all others."""
+
 
 def importance_weights(
     log_ratio: Tensor,
@@ -68,7 +71,7 @@ def weight_sums(weights: Tensor, loss_mask: Tensor, *, level: str) -> Tensor:
     return torch.stack([apply_mask(weights, counted).double().sum(), counted.double().sum()])
 
 
-def rejection_mask(
+def rejection_mask(  # noqa: PLR0913
     log_ratio: Tensor,
     loss_mask: Tensor,
     *,
@@ -76,15 +79,24 @@ def rejection_mask(
     level: str,
     low: float | None = None,
     high: float | None = None,
+    sampling: Tensor | None = None,
 ) -> Tensor:
     """Return the mask of tokens close enough to train on: bool [B, T], a subset of `loss_mask`.
 
-    `kind` "k1" bounds the probability ratio by [low, high]; "k2" and "k3" are divergences with only
-    the bound `high`. `level` "token" judges each token; "sum", "mean" and "max" judge whole
-    rollouts: the mean of k1 is the geometric mean of the ratios, "max" requires all tokens to be
-    within the bounds. Bounds are inclusive. Source: Liu et al. 2025 (When Speed Kills Stability).
+    `kind` "k1" bounds the probability ratio by [low, high]; "k2", "k3" and "binary_kl" are
+    divergences with only the bound `high`. "binary_kl" is the larger one of the KL divergences,
+    both ways, between the policies' distributions over two events: this token or another one. It
+    reads `sampling` [B, T], the behavior logprobs. `level` "token" judges each token; "sum", "mean"
+    and "max" judge whole rollouts: the mean of k1 is the geometric mean of the ratios, "max"
+    requires all tokens to be within the bounds. Bounds are inclusive. Source: Liu et al. 2025 (When
+    Speed Kills Stability); "binary_kl" Guo et al. 2026 (KPop).
     """
-    x = _estimate_divergence(apply_mask(log_ratio.detach(), loss_mask), kind)
+    masked_log_ratio = apply_mask(log_ratio.detach(), loss_mask)
+    if kind == "binary_kl":
+        assert sampling is not None
+        x = _binary_kl(masked_log_ratio, apply_mask(sampling, loss_mask))
+    else:
+        x = _estimate_divergence(masked_log_ratio, kind)
     if level in ("sum", "mean"):
         x = (masked_row_sum if level == "sum" else masked_row_mean)(x, loss_mask)
     if kind == "k1":
@@ -125,6 +137,19 @@ def second_moment_limit(squares: Tensor, *, threshold: float) -> float:
     last_of_ties[:-1] = ordered[1:] > ordered[:-1]
     allowed = ordered[(means < threshold) & last_of_ties]
     return float(allowed.max()) if len(allowed) else -1.0
+
+
+def high_entropy_limit(entropies: Tensor, *, share: float) -> float:
+    """Return the entropy from which a `share` of `entropies` [N] lies, one value at least.
+
+    Example: entropies 4, 1, 2, 3 with share 0.4 give 3, the second largest. Requires the entropies
+    of all tokens of the step. Source: Wang et al. 2025 (Beyond the 80/20 Rule, arXiv:2506.01939).
+    """
+    if not len(entropies):
+        return 0.0
+    # Rounding may leave a product just below a whole number.
+    index = int(share * (len(entropies) - 1) + 1e-9)
+    return float(entropies.sort(descending=True).values[index])
 
 
 def interpolated_proximal(
@@ -174,6 +199,16 @@ def _estimate_divergence(log_ratio: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return log_ratio.square() / 2
     return probability_ratio(log_ratio) - 1 - log_ratio if kind == "k3" else log_ratio
+
+
+def _binary_kl(log_ratio: Tensor, sampling: Tensor) -> Tensor:
+    """Return the larger KL divergence between the two policies' odds of each token: [B, T].
+
+    Probabilities are bounded by MIN_ODDS on both sides, so that no divergence is infinite.
+    """
+    p, q = ((x.exp()).clamp(MIN_ODDS, 1 - MIN_ODDS) for x in (sampling + log_ratio, sampling))
+    of_token, of_others = (p / q).log(), ((1 - p) / (1 - q)).log()
+    return torch.maximum(p * of_token + (1 - p) * of_others, -q * of_token - (1 - q) * of_others)
 
 
 def _log_bound(bound: float | None) -> float | None:

@@ -33,7 +33,7 @@ from streamrl.engines.models.tensor_parallel import (
 )
 from streamrl.engines.trainer_config import HEAD_CHUNK_TOKENS
 
-EntropyMode = Literal["none", "value", "gradient"]
+EntropyMode = Literal["none", "value", "gradient", "collision"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]
 """Function from the head's inputs [N, H] and the next tokens [N] to scores [2, N]."""
 
@@ -41,7 +41,8 @@ ChunkScorer = Callable[[Tensor, Tensor], Tensor]
 class NextTokenScores(NamedTuple):
     """Logprob of the token after each position, and entropy of its distribution, float32 [B, T].
 
-    state_values: values, float32 [B, T], of a model with two heads.
+    In the mode "collision", the sum of the distribution's squared probabilities takes the place of
+    the entropy. state_values: values, float32 [B, T], of a model with two heads.
     """
 
     logprobs: Tensor
@@ -223,13 +224,16 @@ def _score_logits(
 ) -> Tensor:
     scaled = logits.float() / temperature
     if vocabulary is not None:
-        chosen, entropy = vocabulary.score(scaled, targets, has_entropy=entropy_mode != "none")
+        chosen, entropy = vocabulary.score(scaled, targets, mode=entropy_mode)
         return torch.stack((chosen, entropy if entropy_mode == "gradient" else entropy.detach()))
     chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
     if entropy_mode == "none":
         return torch.stack((chosen, torch.zeros_like(chosen)))
     with torch.set_grad_enabled(entropy_mode == "gradient" and torch.is_grad_enabled()):
-        entropy = entropy_from_logits(scaled)
+        if entropy_mode == "collision":
+            entropy = scaled.softmax(-1).square().sum(-1)
+        else:
+            entropy = entropy_from_logits(scaled)
     return torch.stack((chosen, entropy))
 
 

@@ -188,13 +188,14 @@ class VocabularyRows:
         shared = DTensor.from_local(inputs, self._mesh, [Replicate()], run_check=False)
         return shared.to_local(grad_placements=[Partial()])
 
-    def score(self, logits: Tensor, targets: Tensor, *, has_entropy: bool) -> tuple[Tensor, Tensor]:
-        """Return logprobs of targets [N] and entropies [N], 0 without `has_entropy`. Collective.
+    def score(self, logits: Tensor, targets: Tensor, *, mode: str) -> tuple[Tensor, Tensor]:
+        """Return logprobs of targets [N] and entropies [N]. Collective.
 
-        logits: this rank's, float32 [N, V / ranks].
+        logits: this rank's, float32 [N, V / ranks]. mode: "none" for entropies of 0, "collision"
+        for sums of squared probabilities in their place, else "value" or "gradient".
         """
         logprobs, entropy = VocabularyParallelScores.apply(
-            logits, targets - self.start, has_entropy, self._mesh.get_group()
+            logits, targets - self.start, mode, self._mesh.get_group()
         )
         return logprobs, entropy
 
@@ -230,7 +231,7 @@ class VocabularyParallelScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, rows: Tensor, has_entropy: bool, group: dist.ProcessGroup
+        ctx: Any, logits: Tensor, rows: Tensor, mode: str, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         """Score logits [N, V / ranks]; `rows` int64 [N] are the targets' local rows, if any."""
         maximum = logits.amax(-1)
@@ -243,14 +244,20 @@ class VocabularyParallelScores(torch.autograd.Function):
         shifted.clamp_(min=MIN_SHIFTED_LOGIT)
         exponentials = shifted.exp()
         total = exponentials.sum(-1)
-        weighted = exponentials.mul_(shifted).sum(-1) if has_entropy else torch.zeros_like(total)
+        if mode == "none":
+            weighted = torch.zeros_like(total)
+        else:
+            factors = exponentials if mode == "collision" else shifted
+            weighted = exponentials.mul_(factors).sum(-1)
         sums = torch.stack((chosen, total, weighted))
         dist.all_reduce(sums, group=group)
         log_total, mean = sums[1].log(), sums[2] / sums[1]
         ctx.save_for_backward(shifted, log_total, mean, rows, is_own)
         # Without a gradient of the entropy, its half of the backward pass is skipped.
         ctx.set_materialize_grads(False)
-        return sums[0] - log_total, log_total - mean if has_entropy else torch.zeros_like(mean)
+        if mode == "collision":
+            return sums[0] - log_total, mean / sums[1]
+        return sums[0] - log_total, torch.zeros_like(mean) if mode == "none" else log_total - mean
 
     @staticmethod
     @once_differentiable

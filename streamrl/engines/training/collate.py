@@ -16,6 +16,7 @@ from streamrl.messages import (
     EPISODE_COLUMN,
     NO_ENTRY,
     OPTIONAL_COLUMNS,
+    SCORE_NORMS,
     TOKEN_SCORES,
     TURN_COLUMN,
     Array,
@@ -55,6 +56,12 @@ def derive_columns(
     if spec.reads_token_scores:
         groups = {
             uid: {TOKEN_SCORES: _place_on_last_tokens(columns), **columns}
+            for uid, columns in groups.items()
+        }
+    if spec.reads_score_norms:
+        # Before the trainer has computed them.
+        groups = {
+            uid: {SCORE_NORMS: np.ones(len(columns["loss_mask"]), np.float32), **columns}
             for uid, columns in groups.items()
         }
     samples = {uid: count_samples(columns) for uid, columns in groups.items()}

@@ -39,7 +39,8 @@ from transformers.core_model_loading import (
 )
 
 from streamrl.algorithms import AlgorithmSettings
-from streamrl.algorithms.math.correction import second_moment_limit
+from streamrl.algorithms.math.correction import high_entropy_limit, second_moment_limit
+from streamrl.algorithms.objective import estimate_score_norms
 from streamrl.buffer.micro_batch_schedule import RolloutIndex
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.distributed.devices import (
@@ -63,6 +64,7 @@ from streamrl.engines.checkpoint.sharded_state import (
 from streamrl.engines.dtypes import resolve_trainer_dtype
 from streamrl.engines.memory.peak_memory import keep_heap_compact
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
+from streamrl.engines.models.chunked_head import EntropyMode
 from streamrl.engines.models.forward import compute_token_logprobs
 from streamrl.engines.models.lora import add_lora_adapters
 from streamrl.engines.trainer_config import OFFLOAD, SAVE_TIMEOUT_S, TrainerConfig
@@ -81,7 +83,7 @@ from streamrl.engines.training.training_backend import TrainingBackend
 from streamrl.errors import CheckpointError, DeadlineError, StreamError, WeightsError
 from streamrl.files.atomic_write import wrap_checkpoint_errors, write_atomic
 from streamrl.files.hf_config import GENERATION_CONFIG, WEIGHTS_FILE, WEIGHTS_INDEX
-from streamrl.messages import EPISODE_COLUMN, Array, Columns
+from streamrl.messages import EPISODE_COLUMN, SCORE_NORMS, Array, Columns
 from streamrl.resharding.executors import (
     ReshardingExecutor,
     ReshardingStats,
@@ -95,6 +97,8 @@ from streamrl.weights.parameters import LORA_SCALE, build_full_weights
 
 PROXIMAL_COLUMN = "proximal_logprobs"
 """Derived column of the logprobs under the policy from which a training step starts."""
+HIGH_ENTROPY = "high_entropy"
+"""Derived column of the tokens whose policy loss is trained under `top_entropy`."""
 BUCKET_BYTES = 16 * 2**20
 """Bytes that a transfer has in flight at a time; gloo buffers as much again."""
 
@@ -182,29 +186,45 @@ class ModelTrainer(ModelRank):
         derived = {uid: {n: c[n] for n in names} for uid, c in plan.get_derived(groups).items()}
         batch = build_batch(groups, picks, derived=derived, token_columns=task.token_columns)
         batch = batch.to(get_local_device())
-        if not plan.has_proximal_logprobs:
+        by_mode: dict[EntropyMode, Tensor] = {}
+        logprobs = batch[PROXIMAL_COLUMN] if plan.has_proximal_logprobs and picks else None
+        for mode in task.precomputed_modes or (() if plan.has_proximal_logprobs else ("none",)):
             with self._limit_wait("the logprob precomputation"), torch.no_grad():
-                logprobs = task.score_batch(self._backend.forward, batch).logprobs
-        elif picks:
-            logprobs = batch[PROXIMAL_COLUMN]
-        else:
+                scores = task.score_batch(self._backend.forward, batch, mode)
+            by_mode[mode] = scores.entropy
+            logprobs = scores.logprobs if logprobs is None else logprobs
+        if logprobs is None or not picks:
             return
-        correction = task.correct_before_updates(logprobs, batch.to_dict(), version=version)
-        plan.add_proximal_logprobs(
-            groups, picks, *(x.cpu().numpy() for x in (logprobs, *correction))
+        weights, near, weight_sums = task.correct_before_updates(
+            logprobs, batch.to_dict(), version=version
         )
+        columns = {PROXIMAL_COLUMN: logprobs}
+        if task.settings.corrects_before_updates:
+            columns["near"] = near
+        if task.settings.correction.normalize_weights:
+            columns["policy_weights"] = weights
+        if "value" in by_mode:
+            columns[HIGH_ENTROPY] = by_mode["value"]
+        if "collision" in by_mode:
+            columns[SCORE_NORMS] = estimate_score_norms(
+                logprobs, by_mode["collision"], weights, batch["loss_mask"]
+            )
+        arrays = {name: column.cpu().numpy() for name, column in columns.items()}
+        plan.add_columns(groups, picks, arrays, weight_sums.cpu().numpy())
 
     def sync_plan(self) -> None:
         """Exchange masks with the other ranks after the last `precompute_logprobs`. Collective.
 
         Rollouts of which the correction keeps no token are excluded: all columns that `plan_step`
-        derived are derived without them.
+        derived are derived without them, and with the norms of scores that advantages read.
         """
         task, groups, self._planned_groups = self._task, self._planned_groups, {}
         with self._limit_wait("the synchronization of the step plan"):
             ranks_per_batch = self._config.ranks_per_batch
             rejected = self._current_plan.sync_correction(ranks_per_batch=ranks_per_batch)
-        if rejected:
+            norms = self._current_plan.gather_score_norms(ranks_per_batch=ranks_per_batch)
+        if rejected or norms:
+            groups = {uid: {**columns, **norms.get(uid, {})} for uid, columns in groups.items()}
             derived = derive_columns(task.spec, task.settings, groups, rejected)
             self._current_plan.replace_derived(derived)
 
@@ -484,7 +504,7 @@ class StepPlan:
 
     def __init__(self, settings: AlgorithmSettings, derived: Mapping[str, Columns]) -> None:
         self._derived = {uid: dict(columns) for uid, columns in derived.items()}
-        self._correction = settings.correction
+        self._settings, self._correction = settings, settings.correction
         self._weight_sums = np.zeros(2)
         self._squared_log_ratios: list[tuple[RolloutIndex, slice, Array]] = []
         self.has_proximal_logprobs = any(PROXIMAL_COLUMN in columns for columns in derived.values())
@@ -493,51 +513,57 @@ class StepPlan:
         """Return the columns computed so far for these groups, by uid."""
         return {uid: self._derived[uid] for uid in uids}
 
-    def add_proximal_logprobs(
+    def add_columns(
         self,
         groups: Mapping[str, Columns],
         picks: Sequence[RolloutIndex],
-        logprobs: Array,
-        weights: Array,
-        near: Array,
+        new_columns: Mapping[str, Array],
         weight_sums: Array,
     ) -> None:
-        """Store logprobs [B, T] of picked rollouts under the policy at the start of the step.
+        """Store columns [B, T] of picked rollouts, found before the step's first update.
 
-        `picks` are (uid, index of the rollout in its group), in the order of the rows of
-        `logprobs` and of the results of `correct_before_updates`.
+        `picks` are (uid, index of the rollout in its group), in the order of the rows. The columns
+        are proximal logprobs, results of `correct_before_updates`, norms of scores, and entropies,
+        as HIGH_ENTROPY until `sync_correction`.
         """
         self._weight_sums += weight_sums
-        rows = zip(picks, logprobs, weights, near, strict=False)
-        for (uid, index), row, weight_row, near_row in rows:
+        for i, (uid, index) in enumerate(picks):
             columns = groups[uid]
             tokens = find_token_slice(columns["lengths"], index)
-            token_logprobs = row[: tokens.stop - tokens.start]
-            self._fill_column(uid, PROXIMAL_COLUMN, tokens, token_logprobs)
-            if self._correction.corrects_before_updates:
-                log_ratio = token_logprobs - columns["generator_logprobs"][tokens]
+            rows = {name: x[i][: tokens.stop - tokens.start] for name, x in new_columns.items()}
+            for name, row in rows.items():
+                self._fill_column(uid, name, tokens, row)
+            if self._settings.corrects_before_updates:
+                log_ratio = rows[PROXIMAL_COLUMN] - columns["generator_logprobs"][tokens]
                 episode = (
                     int(columns[EPISODE_COLUMN][index]) if EPISODE_COLUMN in columns else index
                 )
                 self._squared_log_ratios.append(
                     ((uid, episode), tokens, np.square(log_ratio, dtype=np.float64))
                 )
-                self._fill_column(uid, "near", tokens, near_row[: len(token_logprobs)])
-                if self._correction.normalize_weights:
-                    row_weights = weight_row[: len(token_logprobs)]
-                    self._fill_column(uid, "policy_weights", tokens, row_weights)
 
     def sync_correction(self, *, ranks_per_batch: int) -> set[RolloutIndex]:
         """Finish weights and the mask `near`; return episodes of which it keeps no token.
 
-        Collective; call it after the last `add_proximal_logprobs`. With `second_moment_threshold`,
+        Collective; call it after the last `add_columns`. With `second_moment_threshold`,
         the mask loses tokens whose log ratio, proximal minus generator logprob, exceeds a limit
         that `second_moment_limit` computes from the squares of all ranks. Those of
         `ranks_per_batch` consecutive ranks are equal and count once. With `normalize_weights`,
-        weights are divided by their mean over all ranks. Episodes, of all ranks, are (uid, index).
+        weights are divided by their mean over all ranks. With `top_entropy`, HIGH_ENTROPY becomes
+        the mask of the tokens of highest entropy. Episodes, of all ranks, are (uid, index).
         """
-        if not self._correction.corrects_before_updates:
+        if not self._settings.corrects_before_updates:
             return set()
+        if (share := self._settings.top_entropy) is not None:
+            own = [np.zeros(0, np.float32)]
+            for (uid, _), tokens, _ in self._squared_log_ratios:
+                columns = self._derived[uid]
+                own.append(columns[HIGH_ENTROPY][tokens][columns["loss_mask"][tokens]])
+            entropies = np.concatenate(gather_objects(np.concatenate(own))[::ranks_per_batch])
+            limit = high_entropy_limit(torch.from_numpy(entropies), share=share)
+            for columns in self._derived.values():
+                if HIGH_ENTROPY in columns:
+                    columns[HIGH_ENTROPY] = columns[HIGH_ENTROPY] >= limit
         if self._correction.second_moment_threshold is not None:
             unmasked = [
                 squares[self._derived[uid]["loss_mask"][tokens]]
@@ -568,6 +594,22 @@ class StepPlan:
         )
         rejected: list[set[RolloutIndex]] = gather_objects(trained - kept)
         return set[RolloutIndex]().union(*rejected)
+
+    def gather_score_norms(self, *, ranks_per_batch: int) -> dict[str, Columns]:
+        """Return the norms of scores of all ranks' rollouts by uid, if any. Collective."""
+        if not self._settings.reads_score_norms:
+            return {}
+        own = {
+            uid: columns.pop(SCORE_NORMS)
+            for uid, columns in self._derived.items()
+            if SCORE_NORMS in columns
+        }
+        norms: dict[str, Columns] = {}
+        for part in gather_objects(own)[::ranks_per_batch]:
+            for uid, column in part.items():
+                # A rank has 0 for the rollouts of others.
+                norms[uid] = {SCORE_NORMS: norms.get(uid, {SCORE_NORMS: 0})[SCORE_NORMS] + column}
+        return norms
 
     def replace_derived(self, derived: Mapping[str, Columns]) -> None:
         """Replace derived columns, by uid; keep the columns computed since."""

@@ -198,6 +198,15 @@ class PolicyTask(TrainingTask):
         """Mode of entropies: with a gradient only if the loss contains an entropy bonus."""
         return "gradient" if self.settings.entropy_coef else "value"
 
+    @property
+    def precomputed_modes(self) -> tuple[EntropyMode, ...]:
+        """Modes of the passes before a step's first update, besides logprobs."""
+        modes: dict[EntropyMode, bool] = {
+            "value": self.settings.top_entropy is not None,
+            "collision": self.settings.reads_score_norms,
+        }
+        return tuple(mode for mode, is_read in modes.items() if is_read)
+
     def compute_loss_from_scores(
         self, scores: TokenScores, columns: Mapping[str, Tensor], *, version: int
     ) -> LossAndSums:

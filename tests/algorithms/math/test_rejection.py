@@ -24,8 +24,29 @@ def test_distant_tokens_are_rejected_without_overflow(kind, level):
     mask = torch.tensor([[True, True]])
     for far in (1e6, -1e6):
         x = torch.tensor([[far, far]])
-        bounds = {"low": 0.5, "high": 2.0} if kind == "k1" else {"high": 2.0}
-        assert not rejection_mask(x, mask, kind=kind, level=level, **bounds).any()
+        low, sampling = 0.5 if kind == "k1" else None, torch.full_like(x, -20.0 if far > 0 else 0.0)
+        kept = rejection_mask(x, mask, kind=kind, level=level, low=low, high=2.0, sampling=sampling)
+        assert not kept.any()
+
+
+def test_a_binary_divergence_counts_both_ways_by_hand():
+    # 0.9 log(0.9/0.5) + 0.1 log(0.1/0.5) = 0.368, and the other way log(5/3) = 0.511.
+    sampling = torch.tensor([[0.5, 0.9]], dtype=torch.float64).log()
+    x = torch.tensor([[0.9, 0.5]], dtype=torch.float64).log() - sampling
+    mask = torch.ones_like(x, dtype=torch.bool)
+
+    def keeps(high):
+        kept = rejection_mask(
+            x, mask, kind="binary_kl", level="token", high=high, sampling=sampling
+        )
+        return kept.tolist()
+
+    assert keeps(0.50) == [[False, False]]
+    assert keeps(0.52) == [[True, True]]
+    # A rare token may become three times as likely: 3 % in place of 1 %.
+    sampling = torch.tensor([[0.01, 0.01]], dtype=torch.float64).log()
+    x = torch.tensor([[3.0, 1.0]], dtype=torch.float64).log()
+    assert keeps(0.1) == [[True, True]]
 
 
 def test_off_policy_sequence_mask_by_hand():

@@ -97,3 +97,14 @@ def test_without_turns_a_rollout_is_a_turn():
 def test_turn_mean_divides_by_the_trained_tokens_of_a_turn():
     derived = derive(name="grpo", loss_aggregation="turn-mean")
     assert derived["turn_tokens"].tolist() == [[0, 2, 2, 0, 2, 2], [0, 3, 3, 3, 0, 0]]
+
+
+def test_equal_histories_of_states_weigh_more_by_hand():
+    # Episodes pass states A, B; A, B; C, B. Returns from the second turn on are 4, 2 and 0.
+    rewards = torch.tensor([[0.0, 4.0], [0.0, 2.0], [0.0, 0.0]])
+    states, ids = torch.tensor([[1, 2], [1, 2], [3, 2]]), torch.zeros(3)
+    hierarchy = anchor_advantages(rewards, states, ids, gamma=1.0, depth_weights=(1.0, 2.0))
+    # In state B the mean is 2, after A, B it is 3: (1 * 2 + 2 * 1) / 3 and (1 * 0 + 2 * -1) / 3.
+    # The third has no other turn after C, B. Before the first turns there is no state.
+    expected = [[1.0, 4 / 3], [-1.0, -2 / 3], [0.0, -2.0]]
+    torch.testing.assert_close(hierarchy, torch.tensor(expected))

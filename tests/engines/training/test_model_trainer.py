@@ -50,7 +50,9 @@ from tests.engines.trainer_ranks import (
     SEVERAL_DIVISOR,
     SEVERAL_LR,
     SHARED_COEFS,
+    TEMPERATURE,
     TEXTS,
+    TOP_ENTROPY,
     TrainerCase,
     compute_divisor,
     sum_metrics,
@@ -141,6 +143,62 @@ def test_several_updates_of_a_step_equal_a_plain_process(results, layout):
             assert total[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-3), name
     for case in cases:
         assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+
+
+def plain_look():
+    """Compute `first_look` by hand; return advantages by rollout, the loss and the parameters."""
+    model = tiny_model(tied=True, seed=0, kv_heads=2)
+    optimizer = PlainOptimizer(model.parameters(), SEVERAL_LR)
+    rows: list[dict[str, Any]] = []
+    for uid, columns in GROUPS.items():
+        for score, (ids, row) in zip(columns["scores"].tolist(), iter_rows(columns), strict=True):
+            mask = row["loss_mask"][0]
+            with torch.no_grad():
+                logits = model(ids).logits
+                start = logprobs_of(logits, ids)
+            p = (logits[0, :-1] / TEMPERATURE).softmax(-1)[mask]
+            chosen = torch.nn.functional.one_hot(ids[0, 1:][mask], p.shape[-1])
+            x = (start["logprobs"] - row["generator_logprobs"])[0, mask]
+            weights = x.exp().clamp(max=2.0)
+            # The gradient of a logprob by the logits is the choice minus the probabilities.
+            energy = ((chosen - p).square().sum(-1) * weights.square()).cumsum(0)
+            rows.append({"uid": uid, "ids": ids, "mask": mask, "score": score, "energy": energy})
+            rows[-1] |= {"weights": weights, "start": start["logprobs"][0, mask]}
+            rows[-1] |= {"entropy": start["entropy"][0, mask]}
+    entropies = torch.cat([row["entropy"] for row in rows]).sort(descending=True).values
+    limit = entropies[int(TOP_ENTROPY * (len(entropies) - 1))]
+    total, advantages = torch.zeros(()), {}
+    for i, row in enumerate(rows):
+        baseline = torch.zeros(len(row["energy"]))
+        for t in range(len(baseline)):
+            peers = [r for r in rows if r["uid"] == row["uid"] and len(r["energy"]) > t]
+            energy = torch.stack([r["energy"][t] for r in peers])
+            scores = torch.tensor([r["score"] for r in peers])
+            if len(peers) > 1:
+                baseline[t] = (energy * scores).sum() / energy.sum()
+        a = row["score"] - baseline
+        advantages[i] = a.mean().item()
+        now = logprobs_of(model(row["ids"]).logits, row["ids"])["logprobs"][0, row["mask"]]
+        losses = clipped_loss((now - row["start"]).exp(), a) * row["weights"]
+        total = total + (losses * (row["entropy"] >= limit)).sum()
+    (total / SEVERAL_DIVISOR).backward()
+    optimizer.step()
+    return advantages, total.item(), parameters_by_name(model)
+
+
+@parametrize_layouts("first_look", on=SEVERAL_ON, quick=[ONE, TWO, SPLIT])
+def test_entropies_and_norms_of_scores_before_the_update_equal_a_plain_process(results, layout):
+    advantages, loss, parameters = plain_look()
+    cases = results[f"first_look/{layout.label}"]
+    found: dict[str, dict[int, float]] = {}
+    for case in cases:
+        for uid, by_row in case["advantages"].items():
+            found.setdefault(uid, {}).update(by_row)
+        assert measure_max_difference(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+    ordered = [found[uid][i] for uid in GROUPS for i in sorted(found[uid])]
+    assert ordered == pytest.approx(list(advantages.values()), abs=1e-5)
+    total = sum_metrics(case["sums"] for case in layout.select_shares(cases))
+    assert total["loss_policy_sum"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.ranks(TrainerCase("valued_updates", ONE))
