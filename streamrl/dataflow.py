@@ -111,6 +111,8 @@ SERVING_ROLES = {
     ),
 }
 REWARD_ROLES = tuple(role for role, facts in SERVING_ROLES.items() if facts.is_reward)
+WIDE_COLUMNS = ("sampling_mask", "routed_experts")
+"""Further columns of generation, for training that replays choices of the generator."""
 FILTER_COLUMN = "scores"
 """Column that exists only for groups the filter keeps."""
 FILTER_CALLS = (GENERATE_CALL, REWARD_CALL)
@@ -288,6 +290,11 @@ def build_dataflow(
     if source == EPISODES:
         episode = (EPISODE_COLUMN,) if EPISODE_COLUMN in needs else ()
         ordered = [_add_columns(call, (*EPISODE_COLUMNS, *episode)) for call in ordered]
+    wide = [column for column in needs if column in WIDE_COLUMNS]
+    ordered = [
+        replace(c, produces=(*c.produces, *wide)) if c.stage == GENERATE_CALL.stage else c
+        for c in ordered
+    ]
     return Dataflow([*ordered, *train])
 
 

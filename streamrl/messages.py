@@ -16,7 +16,7 @@ of the time and pickling half of it.
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -334,7 +334,7 @@ class Rollout:
     """A prompt and its completion with the sampling record. All arrays are [T], prompt included.
 
     Multi-turn rollouts fit: tokens written by a tool or an environment lie between sampled tokens
-    with loss_mask false, logprob 0 and version -1.
+    with loss_mask false, logprob 0 and version -1. `wide` holds wide columns [T, width] by name.
     """
 
     token_ids: Array
@@ -342,6 +342,7 @@ class Rollout:
     generator_logprobs: Array
     policy_version: Array
     finish_reason: FinishReason
+    wide: Mapping[str, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         arrays = (self.loss_mask, self.generator_logprobs, self.policy_version)
@@ -388,6 +389,26 @@ def make_empty_rollout(prompt_ids: Array) -> Rollout:
     )
 
 
+def extend_wide(
+    wide: Mapping[str, Array], added: Mapping[str, Array], num_tokens: int
+) -> dict[str, Array]:
+    """Return the wide columns of a rollout that has grown to `num_tokens`.
+
+    The rows of `added` belong to its last tokens; where they have an entry, they replace rows.
+    """
+    columns: dict[str, Array] = {}
+    for name, like in {**wide, **added}.items():
+        empty = NO_ENTRY.astype(like.dtype)
+        columns[name] = np.full((num_tokens, like.shape[1]), empty)
+        if name in wide:
+            columns[name][: len(wide[name])] = wide[name]
+        if name in added:
+            rows = added[name]
+            has_entry = (rows != empty).any(1, keepdims=True)
+            np.copyto(columns[name][num_tokens - len(rows) :], rows, where=has_entry)
+    return columns
+
+
 def derive_seed(text: str, *, digest_size: int = 4) -> int:
     """Return a seed that depends on the text only; with a digest of 4 bytes, 0 to 2^31 - 1."""
     digest = hashlib.blake2b(text.encode(), digest_size=digest_size).digest()
@@ -419,6 +440,10 @@ def rollouts_to_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
         for name in ROLLOUT_TOKEN_COLUMNS
     }
     columns["lengths"] = np.array([len(r.token_ids) for r in rollouts], np.int32)
+    for name, like in {name: rows for r in rollouts for name, rows in r.wide.items()}.items():
+        # A rollout without sampled tokens has none.
+        rows = [extend_wide({name: like[:0]}, r.wide, len(r.token_ids))[name] for r in rollouts]
+        columns[name] = np.concatenate(rows).ravel()
     columns["finish_reason"] = np.array([r.finish_reason.value for r in rollouts], np.int8)
     return columns
 
@@ -436,11 +461,16 @@ def get_token_rows(name: str, column: Array, num_tokens: int) -> Array:
 def columns_to_rollouts(columns: Columns) -> list[Rollout]:
     """Split the ROLLOUT_COLUMNS of a group into rollouts, whose arrays are views of the columns."""
     lengths = columns["lengths"]
-    parts = {name: split_token_column(columns[name], lengths) for name in ROLLOUT_TOKEN_COLUMNS}
+    total, wide = int(lengths.sum()), [n for n in columns if get_column_spec(n).is_wide]
+    parts = {
+        name: split_token_column(get_token_rows(name, columns[name], total), lengths)
+        for name in (*ROLLOUT_TOKEN_COLUMNS, *wide)
+    }
     return [
         Rollout(
-            **{name: arrays[i] for name, arrays in parts.items()},
+            **{name: parts[name][i] for name in ROLLOUT_TOKEN_COLUMNS},
             finish_reason=FinishReason(int(columns["finish_reason"][i])),
+            wide={name: parts[name][i] for name in wide},
         )
         for i in range(len(lengths))
     ]

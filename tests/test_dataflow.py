@@ -134,6 +134,15 @@ def test_calls_after_a_filter_wait_for_its_decision():
     }
 
 
+def test_the_generator_produces_what_training_replays():
+    columns = (*ROLLOUT, "scores", "values", "sampling_mask")
+    flow = build_dataflow(columns, source=EPISODES, has_filter=True)
+    assert "sampling_mask" in flow.calls[0].produces
+    readers = [call.stage for call in flow.calls if "sampling_mask" in call.needs]
+    assert sorted(readers) == ["train", "train_critic"]
+    assert "sampling_mask" not in build_dataflow(ROLLOUT).calls[0].produces
+
+
 def test_samples_of_an_episode_are_known_where_it_is_scored_and_trained():
     columns = (*ROLLOUT, "scores", "values", "episode")
     flow = build_dataflow(columns, source=EPISODES)

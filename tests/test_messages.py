@@ -1,5 +1,7 @@
 """Messages between stages: prompts, columns, rollouts."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from streamrl.messages import (
     Rollout,
     check_column_sizes,
     check_samples,
+    columns_to_rollouts,
     count_samples,
+    extend_wide,
     extract_completions,
     rollouts_to_columns,
     sum_over_samples,
@@ -100,3 +104,21 @@ def test_a_wide_column_has_as_many_entries_for_each_token():
     for name, size in (("sampling_mask", 11), ("sampling_mask", 3), ("token_ids", 10)):
         with pytest.raises(ContractError, match=rf"column {name}: int32\[{size}\], wanted"):
             check_column_sizes({name: size}, info)
+
+
+def test_rows_of_later_tokens_extend_wide_columns_and_replace_rows_where_they_have_entries():
+    grown = extend_wide({}, {"routed_experts": np.array([[3, 5]], np.uint8)}, 3)
+    assert grown["routed_experts"].tolist() == [[255, 255], [255, 255], [3, 5]]
+    whole = np.array([[1, 2], [7, 8], [255, 255], [4, 6]], np.uint8)
+    again = extend_wide(grown, {"routed_experts": whole}, 4)
+    assert again["routed_experts"].tolist() == [[1, 2], [7, 8], [3, 5], [4, 6]]
+    assert extend_wide(again, {}, 5)["routed_experts"].tolist()[3:] == [[4, 6], [255, 255]]
+
+
+def test_wide_columns_of_rollouts_survive_the_way_through_columns():
+    begun = rollout_of([False, True], [7, 8])
+    begun = replace(begun, wide={"sampling_mask": np.array([[-1, -1], [8, 3]], np.int32)})
+    columns = rollouts_to_columns([rollout_of([False], [7]), begun])
+    assert columns["sampling_mask"].tolist() == [-1, -1, -1, -1, 8, 3]
+    rows = [rollout.wide["sampling_mask"].tolist() for rollout in columns_to_rollouts(columns)]
+    assert rows == [[[-1, -1]], [[-1, -1], [8, 3]]]

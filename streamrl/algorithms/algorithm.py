@@ -52,7 +52,7 @@ class AlgorithmSettings:
     max_length: longest possible completion in tokens. scope, reads_score_norms: see `Algorithm`.
     params: the algorithm's own numbers by name. reward_weights: weight of each reward component by
     name. has_episodes: rollouts are the episodes of an environment. splits_episodes: an episode may
-    consist of several samples.
+    consist of several samples. has_sampling_mask: tokens are sampled from some of the words.
     """
 
     group_size: int
@@ -85,6 +85,7 @@ class AlgorithmSettings:
     max_length: int
     reward_weights: Mapping[str, float]
     splits_episodes: bool = False
+    has_sampling_mask: bool = False
 
     @property
     def masked_reasons(self) -> tuple[int, ...]:
@@ -278,7 +279,8 @@ def list_required_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[
     columns = [n for n in row.columns if n not in others]
     reference = ("ref_logprobs",) if settings.kl_coef else ()
     episode = _list_episode_columns(row, settings)
-    return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *columns, *reference, *episode)))
+    wide = ("sampling_mask",) if settings.has_sampling_mask else ()
+    return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *columns, *reference, *episode, *wide)))
 
 
 def _list_episode_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[str, ...]:

@@ -239,12 +239,14 @@ class AlgorithmConfig:
         reward_weights: Mapping[str, float],
         has_episodes: bool = False,
         splits_episodes: bool = False,
+        has_sampling_mask: bool = False,
     ) -> AlgorithmSettings:
         """Return the algorithm's settings with all defaults filled in.
 
         `max_length`: longest possible completion in tokens. `reward_weights`: weight by component.
         `has_episodes`: do not train episodes that ended at the limit of their time.
         `splits_episodes`: an episode may consist of several samples.
+        `has_sampling_mask`: tokens have a sampling mask.
         """
         values = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
         values |= {key: value for key, value in vars(self).items() if value is not None}
@@ -252,6 +254,7 @@ class AlgorithmConfig:
         values |= {"reads_score_norms": self.spec.reads_score_norms}
         values |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
         values |= {"has_episodes": has_episodes, "splits_episodes": splits_episodes}
+        values |= {"has_sampling_mask": has_sampling_mask}
         return AlgorithmSettings(
             **{setting.name: values[setting.name] for setting in fields(AlgorithmSettings)}
         )

@@ -96,8 +96,8 @@ if TYPE_CHECKING:
 #: Settings of other systems that streamrl refuses on purpose, with the reason.
 UNSUPPORTED_SETTINGS = dict.fromkeys(
     ("generator.top_p", "generator.top_k", "generator.min_p"),
-    "not supported in training: tokens would come from another distribution than the one whose"
-    " log-probabilities are trained; evaluation.top_p and evaluation.top_k exist",
+    "set generator.sampling_mask={top_k: 50, top_p: 0.95}, with which the trainer renormalizes;"
+    " evaluation.top_p and evaluation.top_k are apart",
 )
 
 
@@ -281,10 +281,12 @@ class RunConfig(ConfigSections):
             reward_weights={reward.component_name: reward.weight for reward in self.rewards},
             has_episodes=self.environment.is_enabled and not self.reads_rows,
             splits_episodes=self.max_rollouts_per_episode > 1,
+            has_sampling_mask=bool(self.generator.sampling_mask),
         )
         if not self.reads_rows:
             return settings
         own: dict[str, Any] = {"group_size": 1, "overlong_buffer": 0, "mask_truncated": False}
+        own["has_sampling_mask"] = False
         return dataclasses.replace(settings, correction=CorrectionConfig(), **own)
 
     @property
@@ -435,7 +437,7 @@ class RunConfig(ConfigSections):
     @property
     def column_widths(self) -> dict[str, int]:
         """Most entries per token of the wide columns."""
-        return {}
+        return {"sampling_mask": self.generator.num_mask_words}
 
     def bound_group_bytes(self, tokens: int) -> int:
         """Return the bytes of the largest group that the run can store in the queue.
@@ -460,6 +462,7 @@ def _iter_conflicts(config: RunConfig) -> Iterator[Conflict]:
     yield from _iter_size_conflicts(config)
     yield from _iter_critic_conflicts(config)
     yield from _iter_model_conflicts(config)
+    yield from _iter_replay_conflicts(config)
     if config.placement.is_hybrid:
         yield from _iter_colocation_conflicts(config)
     if config.reads_rows:
@@ -575,6 +578,16 @@ def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
         "algorithm.ptx_coef",
         f"with data.pretrain={config.data.pretrain}; a pretraining loss needs both a coefficient"
         " and texts",
+    )
+
+
+def _iter_replay_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the rules on training that replays choices of the generator."""
+    yield (
+        bool(config.generator.sampling_mask) and config.trainer.tensor_parallel > 1,
+        "generator.sampling_mask",
+        f"trainer.tensor_parallel={config.trainer.tensor_parallel} divides the words among ranks,"
+        " which cannot be renormalized; set it to 1 or leave the mask out",
     )
 
 

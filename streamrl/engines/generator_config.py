@@ -1,11 +1,19 @@
 """Config section `generator` and its translation to vLLM's EngineArgs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 from streamrl.errors import ConfigError
 from streamrl.files.hf_config import compute_max_positions, is_trusted, read_model_config
-from streamrl.files.typed_settings import above, at_least, one_of
+from streamrl.files.typed_settings import (
+    FIXED_ON_RESUME,
+    Conflict,
+    above,
+    at_least,
+    check_conflicts,
+    one_of,
+)
 from streamrl.weights.versions import NUM_SEQUENCES
 
 GENERATOR_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -27,6 +35,10 @@ little, while every graph takes time at the start and memory."""
 GRAPH_STEP = 64
 """Distance of graph sizes above vLLM's defaults; a batch is padded to the next size."""
 
+MAX_MASK_WORDS = 256
+MASK_BOUNDS = {"top_k": at_least(1, MAX_MASK_WORDS), "top_p": above(0, 1), "min_p": at_least(0, 1)}
+"""Settings of a sampling mask, as in vLLM. It returns words as Python numbers: 0.1 us each."""
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -35,6 +47,7 @@ class SamplingSettings:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass
@@ -54,10 +67,12 @@ class GeneratorConfig:
     tensor_parallel: Annotated[int, at_least(1)] = 1
     #: Maximum length of a completion, tokens.
     max_new_tokens: Annotated[int, at_least(1)] = 256
-    #: Sampling temperature. Top-p and top-k are not offered: they would truncate the distribution,
-    #: and the recorded logprobs would differ from those the trainer computes. vLLM samples no
-    #: sharper than 0.01.
+    #: Sampling temperature. vLLM samples no sharper than 0.01.
     temperature: Annotated[float, at_least(MIN_TEMPERATURE)] = 1.0
+    #: Truncation of the sampling distribution, as in {top_k: 20, top_p: 0.95, min_p: 0.05}. Needs
+    #: top_k, at most 256. The words that sampling could draw are stored with each token, and the
+    #: trainer computes log-probabilities and entropies among them. Empty: all words.
+    sampling_mask: Annotated[dict[str, float], FIXED_ON_RESUME] = field(default_factory=dict)
     #: Stop strings, besides the model's end-of-sequence token. The token that completes a stop
     #: string is the last of the completion.
     stop: list[str] = field(default_factory=list)
@@ -82,6 +97,30 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         if "" in self.stop:
             raise ConfigError("generator.stop: an empty text would end every completion at once")
+        check_conflicts(self, self._iter_mask_conflicts(), "generator.")
+
+    def _iter_mask_conflicts(self) -> Iterator[Conflict]:
+        mask, known = self.sampling_mask, ", ".join(MASK_BOUNDS)
+        for key, value in mask.items():
+            bounds = MASK_BOUNDS.get(key)
+            is_bad = bounds is None or not bounds.holds(value)
+            yield is_bad, "sampling_mask", f"{key}: {bounds or f'must be one of {known}'}"
+        yield (
+            bool(mask) and mask.get("top_k", 0.5) % 1 != 0,
+            "sampling_mask",
+            "needs a whole top_k, which bounds the words stored with each token; add top_k: 50",
+        )
+
+    @property
+    def num_mask_words(self) -> int:
+        """Most words in the sampling mask of a token; 0: tokens have no mask."""
+        return int(self.sampling_mask.get("top_k", 0))
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """Return the settings with which training rollouts are sampled."""
+        mask: dict[str, Any] = {**self.sampling_mask, "top_k": self.num_mask_words}
+        return SamplingSettings(self.temperature, **mask)
 
     def resolve_dtype(self, *, on_gpu: bool) -> str:
         """Return the dtype of weights; auto on a GPU is taken to be bfloat16."""
@@ -136,6 +175,7 @@ def make_engine_args(
         "max_model_len": max_length,
         "max_num_seqs": max_num_seqs,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MAX_MASK_WORDS,
         "enable_prefix_caching": True,
         # With async scheduling, a step is in flight when weights change or the KV cache is freed.
         # vLLM labels tokens with the version at their arrival: with weights.kv=keep, those of that

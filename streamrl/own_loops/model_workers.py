@@ -104,6 +104,11 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
         (is_idle, "critic.replicas", "the script of an own loop starts scorers of values; set 0"),
         (is_adaptive, "data.sampling", "an own loop reports no pass rates; set uniform"),
         (looks_first, "algorithm.name", "its advantages need a pass that own loops do not run"),
+        (
+            bool(config.generator.sampling_mask),
+            "generator.sampling_mask",
+            "an own loop samples from all words; leave it out",
+        ),
         (is_placed, "placement.mode", "an own loop trains and generates in the same workers"),
     ]
     rows = "an own loop gives each rank rows of its own; set 1"

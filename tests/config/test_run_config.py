@@ -224,6 +224,11 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "trainer={offload_optimizer: true, zero_stage: 0}",
             "offload_optimizer=true: needs a zero_stage above 0$",
         ),
+        ("generator.top_p=0.9", r"generator.top_p=0.9: .*set generator.sampling_mask={top_k: 50"),
+        ("generator.sampling_mask={top_p: 0.9}", r"sampling_mask={.*}: needs a whole top_k, which"),
+        ("generator.sampling_mask={top_k: 2.5}", r"sampling_mask={.*}: needs a whole top_k, which"),
+        ("generator.sampling_mask={top_k: 300}", "top_k: must be at least 1 and at most 256"),
+        ("generator.sampling_mask={topk: 3}", "topk: must be one of top_k, top_p, min_p"),
         ("generator.stop_token_ids=[3,-1]", r"stop_token_ids\[1\]=-1: must be at least 0"),
         (
             "trainer={world_size: '${trainer.warmup_steps}'}",
@@ -312,6 +317,14 @@ def test_an_invalid_setting_is_one_line_with_key_value_and_rule(
     with pytest.raises(ConfigError, match=message) as error:
         load_config(recipe, [override])
     assert "\n" not in str(error.value)
+
+
+def test_a_sampling_mask_needs_all_words_on_each_rank(recipe: Path):
+    overrides = ["generator.sampling_mask={top_k: 3}", "trainer.world_size=2"]
+    split = ["trainer={backend: torch, tensor_parallel: 2}", *overrides]
+    with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel=2 divides the words"):
+        load_config(recipe, split)
+    load_config(recipe, overrides)
 
 
 def test_ranks_of_a_reference_below_the_policys_adapters_are_refused(recipe: Path):

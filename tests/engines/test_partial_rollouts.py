@@ -13,6 +13,8 @@ from streamrl.messages import (
     FinishReason,
     Rollout,
     columns_to_rollouts,
+    make_empty_rollout,
+    rollouts_to_columns,
 )
 from streamrl.weights.buckets import publish_version, unpack_tensors
 from streamrl.weights.parameters import order_for_fusion
@@ -56,6 +58,24 @@ async def sample_partially(flight: Flight, num: int, *, steps: int) -> list[Roll
     call.cancel()
     await asyncio.wait([call])
     return columns_to_rollouts(columns)
+
+
+async def test_a_partial_rollout_keeps_its_sampling_masks(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(flight.config, "sampling_mask", {"top_k": 4})
+    partials = await sample_partially(flight, 3, steps=10)
+    # A rollout that another engine has not begun has no mask yet.
+    partials[2] = make_empty_rollout(SHORT)
+    partials = columns_to_rollouts(rollouts_to_columns(partials))
+    assert (partials[2].wide["sampling_mask"] == -1).all()
+    rollouts = await flight.engine.generate(SHORT, seeds=range(3), partial_rollouts=partials)
+    for rollout, before in zip(rollouts, partials, strict=True):
+        masks = rollout.wide["sampling_mask"]
+        assert np.array_equal(masks[: len(before.token_ids)], before.wide["sampling_mask"])
+        assert masks.shape == (len(rollout.token_ids), 4)
+        assert ((masks >= 0).all(1) == rollout.loss_mask).all()
+        assert (masks == rollout.token_ids[:, None]).any(1)[rollout.loss_mask].all()
 
 
 async def test_a_partial_rollout_resumes_with_new_weights(flight: Flight):

@@ -46,6 +46,7 @@ from streamrl.messages import (
     Rollout,
     columns_to_rollouts,
     derive_continuation_seed,
+    extend_wide,
     make_empty_rollout,
     make_rollout_seeds,
     rollouts_to_columns,
@@ -65,6 +66,9 @@ def extend_rollout(rollout: Rollout, sampled: SampledSequence) -> Rollout:
         generator_logprobs=_append_values(rollout.generator_logprobs, sampled.logprobs),
         policy_version=_append_values(rollout.policy_version, sampled.versions),
         finish_reason=sampled.finish_reason,
+        wide=extend_wide(
+            rollout.wide, sampled.wide, len(rollout.token_ids) + len(sampled.token_ids)
+        ),
     )
 
 
@@ -346,13 +350,14 @@ class GenerationEngine:
         missing = [sequence.index for sequence in sequences]
         request = RequestInFlight(rollouts, missing, self._thread.create_future(), watch)
         if sequences:
-            settings = sampling or SamplingSettings(config.temperature)
+            settings = sampling or config.sampling
             await self._run_request(
                 SamplingRequest(
                     next(self._request_ids),
                     tuple(sequences),
                     settings,
                     stop_token_ids=tuple(stop_token_ids),
+                    num_mask_words=0 if sampling else config.num_mask_words,
                 ),
                 request,
             )

@@ -35,7 +35,10 @@ from streamrl.engines.trainer_config import HEAD_CHUNK_TOKENS
 
 EntropyMode = Literal["none", "value", "gradient", "collision"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]
-"""Function from the head's inputs [N, H] and the next tokens [N] to scores [2, N]."""
+"""Function from the head's inputs [N, H] and the next tokens [N, 1 + K] to scores [2, N].
+
+K words of the next token's sampling mask follow the token.
+"""
 
 
 class NextTokenScores(NamedTuple):
@@ -72,13 +75,15 @@ def run_scoring_forward(
     *,
     temperature: float,
     entropy_mode: EntropyMode,
+    sampling_mask: Tensor | None = None,
 ) -> NextTokenScores:
     """Run a causal model on right-padded token ids, int64 [B, T], and score the next tokens.
 
     `model` is a transformers model or a DeepSpeed engine of one. `attention_mask` bool [B, T] is
     False for padding. The last position of a row and the padding are meaningless. Logits are
     divided by `temperature`. Entropies are 0 for mode "none" and carry a gradient only for mode
-    "gradient".
+    "gradient". `sampling_mask` [B, T, K] has ids of words, or NO_ENTRY: logprob and entropy of a
+    token are those among its words, of all words if it has none.
     """
     module = unwrap_engine(model)
     head, name = module.get_output_embeddings(), find_head_name(module)
@@ -87,7 +92,10 @@ def run_scoring_forward(
         _score_logits, temperature=temperature, entropy_mode=entropy_mode, vocabulary=vocabulary
     )
     rows = RowLayout(model, token_ids, attention_mask)
-    targets = rows.next_token_ids
+    targets = rows.next_token_ids[..., None]
+    if sampling_mask is not None:
+        words = rows.arrange(sampling_mask.roll(-1, dims=1)).long()
+        targets = torch.cat((targets, words), dim=-1)
     if name is None:
         output = rows.run_model()
         scores = _score_in_chunks(finish, output.logits, targets, entropy_mode)
@@ -223,9 +231,12 @@ def _score_logits(
     vocabulary: VocabularyRows | None,
 ) -> Tensor:
     scaled = logits.float() / temperature
+    targets, words = targets[..., 0], targets[..., 1:]
     if vocabulary is not None:
         chosen, entropy = vocabulary.score(scaled, targets, mode=entropy_mode)
         return torch.stack((chosen, entropy if entropy_mode == "gradient" else entropy.detach()))
+    if words.shape[-1]:
+        scaled = scaled.masked_fill(~_select_words(words, scaled.shape[-1]), -torch.inf)
     chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
     if entropy_mode == "none":
         return torch.stack((chosen, torch.zeros_like(chosen)))
@@ -237,6 +248,14 @@ def _score_logits(
     return torch.stack((chosen, entropy))
 
 
+def _select_words(words: Tensor, vocabulary_size: int) -> Tensor:
+    """Return which words are among `words` [..., K], bool [..., V]; all where those are none."""
+    shape = (*words.shape[:-1], 1 + vocabulary_size)
+    is_kept = torch.zeros(shape, dtype=torch.bool, device=words.device)
+    is_kept = is_kept.scatter_(-1, words + 1, value=True)[..., 1:]
+    return is_kept | ~is_kept.any(-1, keepdim=True)
+
+
 def _score_in_chunks(
     score_chunk: ChunkScorer,
     inputs: Tensor,
@@ -246,10 +265,10 @@ def _score_in_chunks(
 ) -> Tensor:
     """Score inputs [B, T, H] in chunks, with gradients of inputs and of the head's `parameters`."""
     scores: Tensor = _ChunkedScores.apply(
-        score_chunk, entropy_mode, inputs.flatten(0, 1), targets.flatten(), *parameters
+        score_chunk, entropy_mode, inputs.flatten(0, 1), targets.flatten(0, 1), *parameters
     )
     # FSDP2 warns of outputs that are views.
-    return scores.view(2, *targets.shape).clone()
+    return scores.view(2, *targets.shape[:2]).clone()
 
 
 class _ChunkedScores(torch.autograd.Function):

@@ -296,16 +296,22 @@ def compute_token_logprobs(
     *,
     temperature: float,
     entropy_mode: EntropyMode = "none",
+    sampling_mask: Tensor | None = None,
 ) -> TokenScores:
     """Compute the logprob of every token given the tokens before, at the sampling temperature.
 
     `token_ids` int64 [B, T], `attention_mask` bool [B, T], padded on the right. Position t holds
     the logprob of token t; position 0 holds 0. Logits are divided by `temperature` as in sampling.
     Logits exist for a chunk of tokens at a time (`chunked_head`). Entropies are 0 for mode "none"
-    and carry a gradient only for mode "gradient".
+    and carry a gradient only for mode "gradient". `sampling_mask` as in `run_scoring_forward`.
     """
     scores = run_scoring_forward(
-        model, token_ids, attention_mask, temperature=temperature, entropy_mode=entropy_mode
+        model,
+        token_ids,
+        attention_mask,
+        temperature=temperature,
+        entropy_mode=entropy_mode,
+        sampling_mask=sampling_mask,
     )
     return shift_scores(scores, attention_mask)
 

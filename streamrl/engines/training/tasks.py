@@ -185,6 +185,7 @@ class PolicyTask(TrainingTask):
             batch["attention_mask"],
             temperature=self.temperature,
             entropy_mode=entropy_mode,
+            sampling_mask=batch.get("sampling_mask"),
         )
 
     def compute_loss(
@@ -308,7 +309,12 @@ class TwoHeadedTask(PolicyTask):
         """Run the model once; return the tokens' logprobs and entropies, and their values."""
         ids, attention = batch["token_ids"], batch["attention_mask"]
         output = run_scoring_forward(
-            forward, ids, attention, temperature=self.temperature, entropy_mode=self.entropy_mode
+            forward,
+            ids,
+            attention,
+            temperature=self.temperature,
+            entropy_mode=self.entropy_mode,
+            sampling_mask=batch.get("sampling_mask"),
         )
         assert output.state_values is not None, "the model has two heads"
         return shift_scores(output, attention), shift_right(output.state_values, attention)

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 from vllm import SamplingParams
@@ -62,7 +63,7 @@ from streamrl.engines.vllm.weight_loader import (
     unlink_shared_memory,
 )
 from streamrl.errors import ConfigError, GenerationError
-from streamrl.messages import FinishReason
+from streamrl.messages import NO_ENTRY, Array, FinishReason
 from streamrl.resharding.storage import ShardStorage
 from streamrl.weights import LoadVerification, WeightLoadStats
 from streamrl.weights.parameters import ParameterSet
@@ -325,9 +326,10 @@ def _make_sampling_params(
         temperature=request.sampling.temperature,
         top_p=request.sampling.top_p,
         top_k=request.sampling.top_k,
+        min_p=request.sampling.min_p,
         stop_token_ids=list(stop_token_ids),
         max_tokens=sequence.max_new_tokens,
-        logprobs=0,
+        logprobs=request.num_mask_words,
         # With prompt_logprobs vLLM bypasses the prefix cache, which holds no logprobs.
         prompt_logprobs=0 if request.should_score_prompt else None,
         flat_logprobs=True,
@@ -344,16 +346,37 @@ def _to_sampled_sequence(output: Any) -> SampledSequence:
     versions: list[int] = []
     for span in completion.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
+    logprobs, wide = completion.logprobs.logprobs, {}
+    if len(logprobs) > len(completion.token_ids):
+        logprobs, wide["sampling_mask"] = _read_sampling_masks(
+            completion.logprobs, len(completion.token_ids)
+        )
     return SampledSequence(
         request_id=int(request_id),
         index=int(index),
         # Copy: vLLM keeps appending to these lists.
         token_ids=tuple(completion.token_ids),
-        logprobs=tuple(completion.logprobs.logprobs),
+        logprobs=tuple(logprobs),
         versions=versions,
         finish_reason=FinishReason[completion.finish_reason.upper()],
         prompt_logprobs=output.prompt_logprobs.logprobs if output.prompt_logprobs else (),
+        wide=wide,
     )
+
+
+def _read_sampling_masks(scores: Any, num_tokens: int) -> tuple[Sequence[float], Array]:
+    """Return logprobs of sampled tokens, and ids of the words they were sampled from, [T, K].
+
+    scores: vLLM's, with the sampled token, then the K likeliest words; -inf where not kept.
+    """
+    ids = np.array(scores.token_ids, np.int32).reshape(num_tokens, -1)
+    logprobs = np.array(scores.logprobs).reshape(num_tokens, -1)
+    mask = np.where(logprobs > -np.inf, ids, np.int32(NO_ENTRY))[:, 1:]
+    # vLLM keeps all words that tie for the last place. The sampled one takes it, and the logprob
+    # is that among the words of the mask, as the trainer computes it.
+    is_lost = (mask != ids[:, :1]).all(1)
+    mask[is_lost, -1] = ids[is_lost, 0]
+    return (logprobs[:, 0] - np.logaddexp.reduce(logprobs[:, 1:], axis=1)).tolist(), mask
 
 
 KV_CACHE_TAG = "kv_cache"

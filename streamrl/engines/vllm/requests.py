@@ -2,16 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from streamrl.engines.generator_config import GeneratorConfig, SamplingSettings
 from streamrl.engines.vllm.rank_groups import RankGroup
 from streamrl.errors import ConfigError, DeadlineError
-from streamrl.messages import FinishReason
+from streamrl.messages import Array, FinishReason
 from streamrl.weights.parameters import ParameterSet
 
 
@@ -90,7 +90,8 @@ class SamplingRequest:
     """Rollouts of a prompt to sample with the same settings; results carry `request_id`.
 
     With `should_score_prompt`, results also contain the logprobs of the prefix. `stop_token_ids`
-    end a rollout besides those of the engine.
+    end a rollout besides those of the engine. With `num_mask_words`, results contain the words that
+    sampling could draw, at most so many for each token.
     """
 
     request_id: int
@@ -98,6 +99,7 @@ class SamplingRequest:
     sampling: SamplingSettings
     should_score_prompt: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    num_mask_words: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class SampledSequence:
     """Tokens that the engine has newly sampled for a rollout, with their logprobs and versions.
 
     `prompt_logprobs` has an entry for each token of the prefix except the first, if requested.
+    `wide` holds rows of wide columns, those of the last tokens.
     """
 
     request_id: int
@@ -114,6 +117,7 @@ class SampledSequence:
     versions: Sequence[int]
     finish_reason: FinishReason
     prompt_logprobs: Sequence[float] = ()
+    wide: Mapping[str, Array] = field(default_factory=dict)
 
 
 class TokenCount(NamedTuple):

@@ -64,6 +64,7 @@ from streamrl.messages import (
     derive_continuation_seed,
     derive_seed,
     describe_prompt,
+    extend_wide,
     make_empty_rollout,
     rollouts_to_columns,
 )
@@ -262,6 +263,9 @@ class EpisodeTokens:
                 for name in ROLLOUT_TOKEN_COLUMNS
             },
         )
+        num_tokens = len(self._rollout.token_ids)
+        wide = extend_wide(self._rollout.wide, rollout.wide, num_tokens)
+        self._rollout = replace(self._rollout, wide=wide)
         added = np.full(len(rollout.token_ids) - start, source, np.int8)
         self._source = np.concatenate([self._source, added])
         self.num_appended += len(added)

@@ -9,6 +9,7 @@ import pytest_asyncio
 import torch
 
 from streamrl.engines.generator_config import SamplingSettings
+from streamrl.engines.models.forward import compute_token_logprobs
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import FinishReason, Rollout
 from tests.engines.flight import CONCURRENT, SHORT, WIDE, Engines, Flight
@@ -54,6 +55,40 @@ async def test_logprobs_equal_the_sampling_distribution(flight: Flight, temperat
         SHORT, seeds=range(16), sampling=SamplingSettings(temperature)
     )
     assert worst_error(rollouts, flight.models, temperature=temperature) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "mask", [{"top_k": 5}, {"top_k": 20, "top_p": 0.8}, {"top_k": 20, "min_p": 0.2}], ids=repr
+)
+async def test_the_trainer_renormalizes_over_the_words_that_vllm_sampled_from(
+    flight: Flight, monkeypatch: pytest.MonkeyPatch, mask: dict[str, float]
+):
+    monkeypatch.setattr(flight.config, "sampling_mask", mask)
+    rollouts = await flight.engine.generate(SHORT, seeds=range(8))
+    model = flight.models[flight.engine.version]
+    for rollout in rollouts:
+        ids = torch.from_numpy(rollout.token_ids).long()[None]
+        words = torch.from_numpy(rollout.wide["sampling_mask"])
+        assert words.shape == (ids.shape[1], mask["top_k"])
+        num_kept = (words >= 0).sum(-1).numpy()
+        assert (num_kept[: len(SHORT)] == 0).all() and (num_kept[len(SHORT) :] > 0).all()
+        if mask.keys() == {"top_k"}:
+            assert (num_kept[len(SHORT) :] == 5).all()
+        with torch.no_grad():
+            scores = compute_token_logprobs(
+                model, ids, ids >= 0, temperature=1.0, sampling_mask=words[None]
+            )
+            probs = model(ids).logits[0].softmax(-1)
+        sampled = rollout.loss_mask
+        np.testing.assert_allclose(
+            scores.logprobs[0].numpy()[sampled], rollout.generator_logprobs[sampled], atol=1e-4
+        )
+        for at in np.flatnonzero(sampled):
+            kept = probs[at - 1][words[at][words[at] >= 0].long()]
+            if "min_p" in mask:
+                assert kept.min() >= 0.2 * probs[at - 1].max() * (1 - 1e-5)
+            if "top_p" in mask:
+                assert kept.sum() - kept.min() < 0.8 + 1e-5
 
 
 @pytest.mark.parametrize(

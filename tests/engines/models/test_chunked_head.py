@@ -1,5 +1,6 @@
 """Scores through the output head in chunks, against the model's own logits."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ from streamrl.engines.models import chunked_head
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
 from streamrl.engines.models.chunked_head import EntropyMode, compute_chunk_gradients
 from streamrl.engines.models.forward import compute_token_logprobs
+from streamrl.engines.models.packed_rows import enable_packing
 from tests.engines.tiny_families import FAMILIES, VOCABULARY, WidestTensor, make_model
 
 TEMPERATURE = 0.7
@@ -94,6 +96,74 @@ def test_the_size_of_the_chunks_changes_nothing(
 ):
     with chunks_of(chunk):
         assert_equal_scores(granite, make_ids(rows, width), "gradient")
+
+
+def renormalize_plainly(logits: list[float], word: int, mask: list[int]) -> tuple[float, float]:
+    """Return logprob and entropy of a word among those of the mask that are ids."""
+    among = [i for i in mask if i >= 0] or [*range(len(logits))]
+    total = math.log(sum(math.exp(logits[i]) for i in among))
+    entropy = -sum(math.exp(logits[i] - total) * (logits[i] - total) for i in among)
+    return logits[word] - total, entropy
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 6)], ids=["whole", "packed"])
+def test_scores_are_renormalized_over_the_sampling_mask(lengths: tuple[int, ...]):
+    model = make_model("qwen2").double()
+    enable_packing(model)
+    ids = make_ids(2, 9)
+    attention = torch.arange(9) < torch.tensor(lengths)[:, None]
+    mask = torch.randint(3, VOCABULARY, (2, 9, 4), generator=torch.manual_seed(2))
+    mask[..., 2] = ids
+    mask[..., 3] = -1
+    mask[:, 3] = -1
+    # The token alone, and a word twice.
+    mask[:, 4, :2] = -1
+    mask[:, 5, 0] = mask[:, 5, 1]
+    with chunks_of(5), torch.no_grad():
+        scores = compute_token_logprobs(
+            model,
+            ids,
+            attention,
+            temperature=TEMPERATURE,
+            entropy_mode="value",
+            sampling_mask=mask.int(),
+        )
+        for row, length in enumerate(lengths):
+            logits = model(ids[row : row + 1, :length]).logits[0] / TEMPERATURE
+            for at in range(1, length):
+                words = sorted({*mask[row, at].tolist()})
+                expected = renormalize_plainly(logits[at - 1].tolist(), int(ids[row, at]), words)
+                actual = scores.logprobs[row, at].item(), scores.entropy[row, at].item()
+                assert actual == pytest.approx(expected, abs=1e-5)
+    assert scores.logprobs[:, 4].tolist() == [0, 0]
+
+
+def test_gradients_of_renormalized_scores_are_finite_differences():
+    model = make_model("qwen2").double()
+    ids, direction = make_ids(1, 6), torch.manual_seed(3)
+    mask = torch.cat((ids[..., None], ids.flip(-1)[..., None]), dim=-1)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    step = torch.randn(weight.shape, generator=direction, dtype=weight.dtype)
+    start = weight.detach().clone()
+
+    def compute(offset: float = 0.0) -> Tensor:
+        with torch.no_grad():
+            weight.copy_(start + offset * step)
+        scores = compute_token_logprobs(
+            model,
+            ids,
+            torch.ones_like(ids).bool(),
+            temperature=TEMPERATURE,
+            entropy_mode="gradient",
+            sampling_mask=mask,
+        )
+        return scores.logprobs.sum() + scores.entropy.sum()
+
+    with chunks_of(4):
+        compute().backward()
+        assert weight.grad is not None
+        difference = (compute(1e-2) - compute(-1e-2)).item() / 2e-2
+    assert (weight.grad * step).sum().item() == pytest.approx(difference, rel=1e-2)
 
 
 def test_gradients_of_many_chunks_are_summed_in_float32():

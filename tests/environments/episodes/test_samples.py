@@ -1,6 +1,7 @@
 """Episodes whose conversation the chat template rewrites: a new sample begins there."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -54,6 +55,24 @@ async def test_a_turn_after_a_dropped_thought_begins_a_new_sample():
     expected = {"samples": 2, "turns": 2, "sampled_tokens": 12, "observed_tokens": 5}
     counts = driver.meter.drain_counts()
     assert {name: counts[f"episode/{name}:sum"] for name in expected} == expected
+
+
+@in_virtual_time
+async def test_each_turn_keeps_its_sampling_masks(monkeypatch):
+    sampler = ScriptedSampler()
+    generate = sampler.generate
+
+    async def generate_with_masks(*arguments, **options):
+        (rollout,) = await generate(*arguments, **options)
+        words = np.where(rollout.loss_mask, rollout.token_ids, -1)[:, None]
+        return [replace(rollout, wide={"sampling_mask": words})]
+
+    monkeypatch.setattr(sampler, "generate", generate_with_masks)
+    session = ScriptedSession([say("again"), DONE])
+    columns = await run_group(make_driver(sampler, ScriptedHosts(lambda: session)))
+    assert columns["num_turns"].tolist() == [2]
+    expected = np.where(columns["loss_mask"], columns["token_ids"], -1)
+    assert columns["sampling_mask"].tolist() == expected.tolist()
 
 
 @in_virtual_time
