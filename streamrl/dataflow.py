@@ -264,7 +264,8 @@ def build_dataflow(
     calls: list[ModelCall] = []
     sources: tuple[ModelCall, ...] = SOURCE_CALLS
     if source == ROWS:
-        rows = replace(ROWS_CALL, produces=(*ROWS_CALL.produces, EPISODE_COLUMN))
+        pairs = (EPISODE_COLUMN,) if EPISODE_COLUMN in needs else ()
+        rows = replace(ROWS_CALL, produces=(*ROWS_CALL.produces, *pairs))
         made = {*rows.produces}
         sources = (rows, *(call for call in SOURCE_CALLS if made.isdisjoint(call.produces)))
     while True:

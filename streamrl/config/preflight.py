@@ -504,10 +504,12 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
     max_new_tokens = config.max_completion_tokens
     exceeds = config.pipeline.micro_batch_tokens < samples * max_length
     count = "one rollout" if samples == 1 else f"environment.max_samples={samples} samples, each"
-    rule = (
-        f"must fit {count} of {max_length} tokens = longest prompt {max_length - max_new_tokens}"
-        f" + {config.completion_limit_key} {max_new_tokens}"
-    )
+    rule = f"must fit {count} of {max_length} tokens"
+    if max_new_tokens:
+        rule += (
+            f" = longest prompt {max_length - max_new_tokens}"
+            f" + {config.completion_limit_key} {max_new_tokens}"
+        )
     check_conflicts(config, [(exceeds, "pipeline.micro_batch_tokens", rule)])
 
 

@@ -202,8 +202,11 @@ class ConfigSections:
 
     @property
     def reads_rows(self) -> bool:
-        """True if the algorithm trains on completions in the data: no generator, no reward."""
-        return self.algorithm.spec.trains_on != ROLLOUTS
+        """True if the run trains on completions in the data: no generator, no reward.
+
+        False for sections alone, with which a model is evaluated or its data shown.
+        """
+        return False
 
     @property
     def max_completion_tokens(self) -> int:
@@ -265,6 +268,10 @@ class RunConfig(ConfigSections):
         """
         is_split = self.generator.tensor_parallel > 1
         return self.placement.is_hybrid and (self.trainer.has_sharded_params or is_split)
+
+    @property
+    def reads_rows(self) -> bool:
+        return self.algorithm.spec.trains_on != ROLLOUTS
 
     @property
     def run_dir(self) -> Path:
@@ -698,7 +705,11 @@ def _iter_colocation_conflicts(config: RunConfig) -> Iterator[Conflict]:
 def _iter_sizeless_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Yield the rules of colocated runs that hold for any number of ranks."""
     weights = config.weights
-    yield config.reads_rows, "algorithm.name", "trains on rows of the data, without a generator"
+    yield (
+        config.reads_rows,
+        "placement.mode",
+        f"{config.algorithm.name} has no generator to colocate; set placement.mode=auto",
+    )
     for applies, key, reason in (
         (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
         (weights.transport != AUTO, "weights.transport", "weights need no transport"),

@@ -249,7 +249,7 @@ class PromptFile:
         if not isinstance(score, int | float):
             raise ConfigError(
                 f"{row.location}: {self.file.key}.min_score={least:g}: the column score must be a"
-                f" number, is {score!r}"
+                f" number, is {'null or missing' if score is None else repr(score)}"
             )
         return score >= least
 

@@ -176,9 +176,12 @@ def _take_completions(
         if isinstance(value, str):
             value = [{"role": "assistant", "content": value}]
         completions.append(_normalize_messages(value, name=name))
+    if keys.gives == PAIRS and completions[0] == completions[1]:
+        raise ValueError("chosen and rejected are equal")
     if prompt is None:
         pairs = zip(*completions, strict=False)
-        start = next((i for i, pair in enumerate(pairs) if pair[0] != pair[-1]), 0)
+        shortest = min(map(len, completions))
+        start = next((i for i, pair in enumerate(pairs) if pair[0] != pair[-1]), shortest)
         prompt = list(completions[0][:start])
         completions = [messages[start:] for messages in completions]
     for name, messages in zip(columns, completions, strict=True):

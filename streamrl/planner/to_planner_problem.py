@@ -44,11 +44,21 @@ class PlannerRequest:
     max_prompt_tokens: int | None = None
 
 
+def check_generates(config: RunConfig) -> None:
+    """Raise ConfigError for a run that trains on rows of the data: nothing waits for another."""
+    if config.reads_rows:
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name}: the run has only a trainer: there is no"
+            " placement to plan and no bottleneck to find"
+        )
+
+
 def build_planner_problem(
     config: RunConfig, cluster: Cluster, request: PlannerRequest
 ) -> PlacementProblem:
     """Build the planner problem of a run. Raises ConfigError for a model of unknown size."""
     algorithm, settings, generator = config.algorithm, config.algorithm_settings, config.generator
+    check_generates(config)
     longest_prompt = request.max_prompt_tokens or max(1, round(request.prompt_tokens))
     workload = Workload(
         config.pipeline.groups_per_step,

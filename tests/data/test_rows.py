@@ -388,3 +388,61 @@ def test_large_parquet_is_not_loaded_into_memory(tmp_path, rows, size, is_consta
     assert (record["prompt"], len(record["x"]) // 7) == (str(rows - 1), size // 7)
     assert pool.max_memory() < 60 << 20
     assert len(pickle.dumps(opened)) < 1000
+
+
+USER, SAID, NEXT = CHAT[0], {"role": "assistant", "content": "5"}, {"role": "user", "content": "?"}
+WRONG = {"role": "assistant", "content": "6"}
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "completion"),
+    [
+        ({"prompt": "2+3=", "completion": "5"}, "2+3=", [SAID]),
+        ({"prompt": CHAT, "completion": [SAID, NEXT, WRONG]}, USER, [SAID, NEXT, WRONG]),
+        ({"messages": [USER, SAID]}, USER, [SAID]),
+        ({"messages": [USER, SAID, NEXT, WRONG, NEXT]}, USER, [SAID, NEXT, WRONG]),
+        ({"prompt": [USER, SAID]}, USER, [SAID]),
+        ({"prompt": json.dumps(CHAT), "completion": "5", "turns": "[]"}, USER, [SAID]),
+    ],
+    ids=["texts", "messages", "conversation", "turns", "prompt_key", "recorded"],
+)
+def test_a_target_row_has_a_prompt_and_what_follows_it(write_rows, record, prompt, completion):
+    (row,) = rows_of(write_rows(record), gives="targets")
+    assert row.messages[0]["content"] == (prompt if isinstance(prompt, str) else prompt["content"])
+    assert len(row.messages) == 1
+    assert row.completions == (tuple(completion),)
+
+
+def test_the_last_turn_alone_may_be_the_target(write_rows):
+    path = write_rows({"messages": [USER, SAID, NEXT, WRONG]})
+    (row,) = rows_of(path, gives="targets", last_turn=True)
+    assert (row.messages, row.completions) == ((USER, SAID, NEXT), ((WRONG,),))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": CHAT, "chosen": "5", "rejected": "6"},
+        {"prompt": CHAT, "chosen": [SAID], "rejected": [WRONG]},
+        {"chosen": [USER, SAID], "rejected": [USER, WRONG]},
+    ],
+    ids=["texts", "messages", "common beginning"],
+)
+def test_a_pair_has_a_prompt_and_two_completions(write_rows, record):
+    (row,) = rows_of(write_rows(record), gives="pairs")
+    assert (row.messages, row.completions) == ((USER,), ((SAID,), (WRONG,)))
+
+
+@pytest.mark.parametrize(
+    ("gives", "record", "reason"),
+    [
+        ("targets", {"prompt": "2+3="}, "prompt needs a message of the assistant"),
+        ("targets", {"messages": [SAID]}, "messages needs a message of the assistant after"),
+        ("targets", {"prompt": "2+3=", "completion": 5}, "completion must be text or a list"),
+        ("targets", {"prompt": "2+3=", "completion": CHAT}, "completion must end with a message"),
+        ("pairs", {"prompt": "2+3=", "chosen": "5"}, "rejected must be text or a list"),
+        ("pairs", {"chosen": [USER, SAID], "rejected": [USER, SAID]}, "chosen and rejected are"),
+    ],
+)
+def test_a_row_without_usable_completions_is_refused(write_rows, gives, record, reason):
+    assert reason in refusal(write_rows(record), gives=gives)

@@ -8,7 +8,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from streamrl.data.prompt_stream import PromptStream
 from streamrl.dataflow import EMA_REFERENCE, GENERATE_CALL, POLICY, CallKind
 from streamrl.engines.trainer_config import SAVE_TIMEOUT_S
 from streamrl.errors import (
+    ConfigError,
     DataError,
     DropLimitError,
     FilterLimitError,
@@ -55,6 +57,7 @@ from streamrl.pipeline import admit_prompts, score_groups, train_policy, watch_s
 from streamrl.run_dir.checkpoint import Checkpoint
 from streamrl.run_dir.crash_stacks import record_crash_stacks
 from streamrl.stream.device_lease import DedicatedDeviceLease, ProgressClock
+from streamrl.stream.evaluation.metrics import EvaluationResult
 from streamrl.stream.protocols import StageContext, StepResult
 from streamrl.stream.run_state import SURPLUS_CAUSE, RunState
 from streamrl.stream.stage_worker import ConcurrencyLimit, InFlightWork
@@ -130,6 +133,10 @@ class CoordinatorActor(PingableActor):
         self._queue = ExperienceQueue(context.shards, "coordinator")
         self._role_actors = {role.role: role for role in roles}
         self._evaluator = RunEvaluator(config, self._role_actors)
+        evaluation, reads_rows = config.evaluation, config.reads_rows
+        is_gated = evaluation.coverage is not None and version == 0 and not reads_rows
+        # Before the stream draws from them.
+        self._sampled_prompts = copy(prompts).draw_prompts(evaluation.coverage_prompts * is_gated)
         self._checkpoint = str(checkpoint.path) if checkpoint else ""
         self._saved_version = version
         # Seconds for which training waited since the previous step ended, by metric.
@@ -300,9 +307,12 @@ class CoordinatorActor(PingableActor):
 
         async def read_rows(experiences: Sequence[Experience]) -> list[Columns]:
             pairs = ((e.prompt, e.admitted_version) for e in experiences)
-            return [make_target_columns(prompt, version) for prompt, version in pairs if prompt]
+            rows = [make_target_columns(prompt, version) for prompt, version in pairs if prompt]
+            return [{name: columns[name] for name in reading[0].produces} for columns in rows]
 
-        reading = [
+        reading = self._config.dataflow.select_calls(CallKind.READ)
+        limit = self._config.capacity_groups
+        readers = [
             score_groups(
                 StageContext(
                     call.stage,
@@ -311,12 +321,12 @@ class CoordinatorActor(PingableActor):
                 ),
                 read_rows,
                 (),
-                InFlightWork(ConcurrencyLimit(self._config.capacity_groups)),
-                self._config.capacity_groups,
+                InFlightWork(ConcurrencyLimit(limit)),
+                limit,
             )
-            for call in self._config.dataflow.select_calls(CallKind.READ)
+            for call in reading
         ]
-        return reading + [
+        return readers + [
             lead_scoring(
                 StageContext(
                     call.stage,
@@ -338,8 +348,10 @@ class CoordinatorActor(PingableActor):
         A new run first evaluates the initial version, while generators already sample the first
         step.
         """
-        if self._run_state.admission.version == 0 and (row := await self._evaluate_if_due()):
-            self._driver_events.post_report(StepReport(0, row))
+        if self._run_state.admission.version == 0:
+            await self._check_coverage()
+            if row := await self._evaluate_if_due():
+                self._driver_events.post_report(StepReport(0, row))
         self._step_reporter.begin_step(time.time())
         step = self._run_state.admission.version + 1
         self._driver_events.post_report(WorkStatus(f"working on step {step}"))
@@ -414,20 +426,11 @@ class CoordinatorActor(PingableActor):
         version, steps = self._run_state.admission.version, self._config.run.steps
         if not self._eval_prompts or not self._config.evaluation.is_due(version, num_steps=steps):
             return {}
-        # Raises here if publishing failed; generators would wait in vain for the version.
-        await self._run_state.publisher.wait_until_published()
-        num_prompts = sum(map(len, self._eval_prompts.values()))
-        status = WorkStatus(f"evaluating version {version}", num_prompts, "prompts")
-        work = self._evaluator.run_evaluation(self._eval_prompts, version, status.advance)
-        evaluation = asyncio.create_task(work)
-        stopping = asyncio.create_task(self._run_state.stop_requested.wait())
-        with self._driver_events.report_status(status):
-            await asyncio.wait({evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not evaluation.done():
-            evaluation.cancel()
+        text = f"evaluating version {version}"
+        result = await self._run_evaluation(self._evaluator, self._eval_prompts, text)
+        if result is None:
             return {}
-        result, row = evaluation.result(), evaluation.result().to_metrics()
+        row = result.to_metrics()
         if not lacks_scores(row):
             self._persistence.last_evaluation = (version, result.mean_at_k)
         if result.unscored_reason:
@@ -439,6 +442,54 @@ class CoordinatorActor(PingableActor):
                 reason=result.unscored_reason,
             )
         return row
+
+    async def _run_evaluation(
+        self, evaluator: RunEvaluator, prompts: Mapping[str, Sequence[Prompt]], text: str
+    ) -> EvaluationResult | None:
+        """Sample and score prompts with the current weights; None if a stop request interrupts."""
+        # Raises here if publishing failed; generators would wait in vain for the version.
+        await self._run_state.publisher.wait_until_published()
+        status = WorkStatus(text, sum(map(len, prompts.values())), "prompts")
+        version = self._run_state.admission.version
+        evaluation = asyncio.create_task(evaluator.run_evaluation(prompts, version, status.advance))
+        stopping = asyncio.create_task(self._run_state.stop_requested.wait())
+        with self._driver_events.report_status(status):
+            await asyncio.wait({evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if evaluation.done():
+            return evaluation.result()
+        evaluation.cancel()
+        return None
+
+    async def _check_coverage(self) -> None:
+        """Measure pass@k of the initial policy. Raises ConfigError below evaluation.coverage."""
+        config, evaluation = self._config, self._config.evaluation
+        if evaluation.coverage is None or not self._sampled_prompts:
+            return
+        sampling = replace(
+            evaluation,
+            samples=config.algorithm.group_size,
+            temperature=config.generator.temperature,
+            top_p=1.0,
+            top_k=0,
+        )
+        evaluator = RunEvaluator(replace(config, evaluation=sampling), self._role_actors)
+        prompts = {"train": self._sampled_prompts}
+        result = await self._run_evaluation(evaluator, prompts, "measuring pass@k of the base")
+        if result is None:
+            return
+        found = (
+            f"pass@{result.samples} of the initial policy is {result.pass_at_k:.3f} on"
+            f" {result.num_prompts} training prompts"
+        )
+        if not result.pass_at_k >= evaluation.coverage:
+            raise ConfigError(
+                f"evaluation.coverage={evaluation.coverage:g}: {found}: RL has nothing to climb"
+                " where no rollout is right. What helps: a warm start on demonstrations"
+                " (algorithm.name=sft), easier prompts (data.curriculum), a reward with partial"
+                " credit, or a larger algorithm.group_size; null trains all the same"
+            )
+        self._driver_events.post_event("note", text=found)
 
     @property
     def _last_checkpoint_name(self) -> str:

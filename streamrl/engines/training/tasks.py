@@ -270,6 +270,9 @@ class PairTask(PolicyTask):
         chosen, rejected = scores.logprobs.detach().sum(-1).view(-1, 2).T
         return loss, sums | {"right_pairs": (chosen > rejected).sum()}
 
+    def is_own(self, name: str) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class TwoHeadedTask(PolicyTask):

@@ -23,6 +23,7 @@ from streamrl.dataflow import GENERATE_CALL
 from streamrl.errors import ConfigError, JournalError
 from streamrl.files.bounded_read import iter_jsonl
 from streamrl.planner.problem.workload import EmpiricalLengths
+from streamrl.planner.to_planner_problem import check_generates
 from streamrl.run_dir.checkpoint import RUN_LOG_FOLDER, get_journal_dir
 from streamrl.run_dir.run_config_file import check_run_dir
 from streamrl.telemetry.chrome_trace import TRACE_FILE, read_spans
@@ -189,6 +190,7 @@ def load_run_trace(run_dir: Path) -> RunTrace:
     Raises ConfigError, in one line, if the run is too short or incomplete.
     """
     config = load_config(check_run_dir(run_dir), skips_dry_run=True)
+    check_generates(config)
     if not os.path.isfile(run_dir / METRICS_FILE):
         raise ConfigError(f"{run_dir}: has no {METRICS_FILE}")
     # The trace of a long run holds its end only; no earlier row, step or admission is kept.

@@ -26,7 +26,12 @@ class EvaluationConfig:
     limit: number of prompts evaluated per file, from its beginning; null: all prompts.
     seed: sampling seed; the same weights and seed give the same result.
     pass_score: lowest score of a completion that passes.
+    coverage: least pass@k of the initial policy on 64 training prompts, sampled as in training,
+        with k = algorithm.group_size; below it the run ends before its first step, since groups
+        without a right rollout teach nothing. null: not measured.
     """
+
+    coverage_prompts: ClassVar[int] = 64
 
     concurrency: ClassVar[int] = 64
     """Prompts in flight."""
@@ -41,6 +46,7 @@ class EvaluationConfig:
     limit: Annotated[int | None, at_least(1)] = None
     seed: Annotated[int, at_least(0, MAX_SEED)] = 0
     pass_score: float = 1.0
+    coverage: Annotated[float | None, at_least(0, 1)] = None
 
     @property
     def max_rows(self) -> int | None:
