@@ -36,6 +36,7 @@ class FileSettings:
     template: conversion of chat messages to text: model (the model's template), plain (contents
         joined by newlines), or the path of a jinja file.
     filter: file.py:function, called with each prompt; returns whether to keep it.
+    targets: messages of the assistant that sft learns from a conversation: all, or the last.
     min_score: least value in the column `score` of a row that is kept; null: any.
     name: name of the file in evaluation results; empty: the file name without extension.
     """
@@ -47,6 +48,7 @@ class FileSettings:
     label_key: str = ""
     template: str = MODEL_TEMPLATE
     filter: str = ""
+    targets: Annotated[str, one_of("all", "last")] = "all"
     min_score: float | None = None
     name: str = ""
 
@@ -65,17 +67,16 @@ class DataFile(FileSettings):
 
     key: setting that names the file, for errors, e.g. data.train[0].
     template_arguments: data.chat_template_kwargs.
-    gives, last_turn: completions that rows must have, as of `parse_record`.
+    gives: what rows must have, as in `RowKeys`.
     """
 
     key: str = "data"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     gives: str = ROLLOUTS
-    last_turn: bool = False
 
     @property
     def row_keys(self) -> RowKeys:
-        return RowKeys(self.prompt_key, self.label_key, self.gives, self.last_turn)
+        return RowKeys(self.prompt_key, self.label_key, self.gives, self.targets == "last")
 
 
 FILE_KEYS = tuple(setting.name for setting in dataclasses.fields(FileSettings))
@@ -96,7 +97,6 @@ class DataConfig:
     sampling: uniform: every row once per epoch; difficulty: a row with chance 4 p (1 - p) per
         epoch, for its running pass rate p, 1/2 at first; half of a result's weight is lost in 32
         versions.
-    targets: messages of the assistant that sft learns from a conversation: all, or the last.
     max_prompt_tokens: limit of a rendered prompt; null: all tokens that the completion leaves.
     on_long_prompt: action on a longer prompt: error, or skip the row.
     chat_template_kwargs: extra arguments of chat templates, e.g. enable_thinking: false; a column
@@ -109,7 +109,6 @@ class DataConfig:
     shuffle: bool = True
     curriculum: Annotated[str, FIXED_ON_RESUME] = ""
     sampling: Annotated[str, one_of("uniform", "difficulty"), FIXED_ON_RESUME] = "uniform"
-    targets: Annotated[str, one_of("all", "last")] = "all"
     max_prompt_tokens: Annotated[int | None, at_least(1)] = None
     on_long_prompt: Annotated[str, one_of("error", "skip")] = "error"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -151,14 +150,8 @@ class DataConfig:
         return files[0].template if files else MODEL_TEMPLATE
 
     def parse_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
-        return tuple(
-            replace(
-                file,
-                template_arguments=self.chat_template_kwargs,
-                last_turn=self.targets == "last",
-            )
-            for file in parse_data_files(value, key=key)
-        )
+        files = parse_data_files(value, key=key)
+        return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
     def compute_prompt_limit(
         self, *, model_tokens: int, max_new_tokens: int, key: str = "generator.max_new_tokens"

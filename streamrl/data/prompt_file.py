@@ -263,7 +263,7 @@ class PromptFile:
         file = self.file
         facts: list[object] = [file.prompt_key, file.label_key, file.split, file.template]
         facts += [sorted(file.template_arguments.items()), self.limits.on_long]
-        facts += [file.min_score, file.last_turn] if file.gives != ROLLOUTS else []
+        facts += [file.min_score, file.targets] if file.gives != ROLLOUTS else []
         paths = [] if file.template in (MODEL_TEMPLATE, PLAIN_TEMPLATE) else [file.template]
         paths += [file.filter.rpartition(":")[0]] if file.filter else []
         code = [_hash_file(path) for path in paths]

@@ -415,7 +415,7 @@ def test_a_target_row_has_a_prompt_and_what_follows_it(write_rows, record, promp
 
 def test_the_last_turn_alone_may_be_the_target(write_rows):
     path = write_rows({"messages": [USER, SAID, NEXT, WRONG]})
-    (row,) = rows_of(path, gives="targets", last_turn=True)
+    (row,) = rows_of(path, gives="targets", targets="last")
     assert (row.messages, row.completions) == ((USER, SAID, NEXT), ((WRONG,),))
 
 
