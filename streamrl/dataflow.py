@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from streamrl.messages import EPISODE_COLUMN, EPISODE_COLUMNS, ROLLOUT_COLUMNS, STATE_COLUMN
+from streamrl.messages import (
+    EPISODE_COLUMN,
+    EPISODE_COLUMNS,
+    REF_TOP_IDS,
+    REF_TOP_LOGPROBS,
+    ROLLOUT_COLUMNS,
+    STATE_COLUMN,
+)
 
 
 class CallKind(Enum):
@@ -72,6 +79,8 @@ BASELINE_CALL = ModelCall(
 )
 COST_CALL = ModelCall("cost", "cost", CallKind.SCORE, ROLLOUT_COLUMNS, ("costs",))
 REF_LOGPROBS = "ref_logprobs"
+TOP_COLUMNS = (REF_TOP_IDS, REF_TOP_LOGPROBS)
+"""Further columns of the reference's call, if they are needed."""
 REFERENCE_CALL = ModelCall(
     "reference", "reference", CallKind.SCORE, SEQUENCE_COLUMNS, (REF_LOGPROBS,)
 )
@@ -291,9 +300,9 @@ def build_dataflow(
     if source == EPISODES:
         episode = (EPISODE_COLUMN,) if EPISODE_COLUMN in needs else ()
         ordered = [_add_columns(call, (*EPISODE_COLUMNS, *episode)) for call in ordered]
-    wide = [column for column in needs if column in WIDE_COLUMNS]
+    further = {GENERATE_CALL.stage: WIDE_COLUMNS, REFERENCE_CALL.stage: TOP_COLUMNS}
     ordered = [
-        replace(c, produces=(*c.produces, *wide)) if c.stage == GENERATE_CALL.stage else c
+        replace(c, produces=(*c.produces, *(n for n in further.get(c.stage, ()) if n in needs)))
         for c in ordered
     ]
     return Dataflow([*ordered, *train])

@@ -165,6 +165,7 @@ TURN_COLUMN = "turn_ends"
 """Column that tells the turns of an episode apart."""
 TOKEN_SCORES = "token_scores"
 SCORE_NORMS = "score_norms"
+REF_TOP_IDS, REF_TOP_LOGPROBS = "ref_top_ids", "ref_top_logprobs"
 OPTIONAL_COLUMNS = (TOKEN_SCORES, SCORE_NORMS)
 """Columns that a group may lack: without token_scores, scores fall on last tokens; score_norms are
 never in the queue, because the trainer computes them.

@@ -4,6 +4,7 @@ from streamrl.config.run_config import RunConfig, count_trained_steps
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.pretrain_texts import TextStream, load_texts
 from streamrl.dataflow import POLICY, REFERENCE_CALL, ModelCall
+from streamrl.engines.models.chunked_head import TopWords
 from streamrl.engines.models.forward import ModelLoadOptions
 from streamrl.engines.training.model_rank import ModelRank
 from streamrl.engines.training.model_trainer import ModelTrainer
@@ -16,8 +17,8 @@ from streamrl.engines.training.tasks import (
     TrainingTask,
     TwoHeadedTask,
 )
-from streamrl.files.hf_config import read_model_length
-from streamrl.messages import PAIRS
+from streamrl.files.hf_config import read_model_length, read_vocab_size
+from streamrl.messages import PAIRS, REF_TOP_IDS
 from streamrl.rewards.kinds.model import load_rank
 
 
@@ -50,6 +51,13 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> TrainingTask:
     return CriticTask(path, spec, settings, clip, name=role, options=options)
 
 
+def _find_top_words(config: RunConfig) -> TopWords | None:
+    """Return which words of the reference the algorithm compares; None if it does not."""
+    count = config.column_widths.get(REF_TOP_IDS)
+    # The reference's vocabulary may be padded further than the policy's.
+    return TopWords(count, read_vocab_size(config.model.path)) if count else None
+
+
 def _make_pretraining(config: RunConfig) -> PretrainingLoss:
     """Make the pretraining loss that is mixed into policy updates (algorithm.ptx_coef)."""
     budget = config.pipeline.micro_batch_tokens
@@ -73,7 +81,9 @@ def make_scoring_rank(config: RunConfig, max_length: int, rank: int, call: Model
     task: ModelTask
     if call.role == REFERENCE_CALL.role:
         path, temperature = config.get_model_path(call.role), config.generator.temperature
-        task = PolicyTask(path, spec, settings, temperature, options=options)
+        task = PolicyTask(
+            path, spec, settings, temperature, _find_top_words(config), options=options
+        )
     else:
         shares_policy = call.followed_role == POLICY
         path = config.get_model_path(call.followed_role)

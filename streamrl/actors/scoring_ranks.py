@@ -66,7 +66,7 @@ class RankActor(PingableActor):
         return stages[0]
 
     async def score_groups(self, stage: str, leases: Sequence[GroupLease]) -> None:
-        """Compute and commit the column of these groups; skip those whose lease was lost.
+        """Compute and commit the columns of these groups; skip those whose lease was lost.
 
         A collective if the model's forward pass is one; then all ranks must call.
         """
@@ -76,20 +76,20 @@ class RankActor(PingableActor):
         facts = {"groups": len(groups), "rollouts": len(lengths), "tokens": sum(lengths)}
         async with self._run_compute_phase(is_piece=True):
             with context.spans.record_span(stage, **facts):
-                scored = await self._run_in_thread(self._compute_columns, groups, *call.produces)
+                scored = await self._run_in_thread(self._compute_columns, groups, call.produces)
         if scored and self._model.is_first_of_batch:
             await context.queue.commit_columns(scored)
 
     def _compute_columns(
-        self, groups: Mapping[GroupLease, Columns], column: str
+        self, groups: Mapping[GroupLease, Columns], names: Sequence[str]
     ) -> list[tuple[GroupLease, Columns]]:
         leases = self._model.find_common(list(groups))
-        values = self._model.compute_columns(
+        scored = self._model.score_groups(
             [groups[lease] for lease in leases],
-            column,
+            names,
             micro_batch_tokens=self._config.pipeline.micro_batch_tokens,
         )
-        return [(lease, {column: array}) for lease, array in zip(leases, values, strict=True)]
+        return list(zip(leases, scored, strict=True))
 
     def _run_compute_phase(
         self, *, is_piece: bool = False, may_release_kv: bool = True

@@ -19,6 +19,7 @@ from streamrl.messages import (
     COMPONENT_PREFIX,
     EPISODE_COLUMN,
     PAIRS,
+    REF_TOP_IDS,
     ROLLOUT_COLUMNS,
     ROLLOUTS,
     SCORE_NORMS,
@@ -37,7 +38,7 @@ SCOPES = ("group", "step")
 ALL_COMPONENTS = COMPONENT_PREFIX + "*"
 RESERVED_COLUMNS = COLUMN_SPECS.keys() | {
     *("attention_mask", "advantages", "group_tokens", "included", "proximal_logprobs", "near"),
-    *("policy_weights", "high_entropy"),
+    *("policy_weights", "high_entropy", "word_logprobs"),
     *("num_tokens", "token_rewards", "token_costs", "turn_tokens"),
 }
 """Names that an algorithm cannot give to derived columns: columns of a batch, or inputs of the
@@ -146,7 +147,8 @@ class TokenLossInput:
 
     log_ratio: logprobs of the trained policy minus those of the policy it is clipped against, with
     gradient. logprobs: of the trained policy, with gradient. derived: results of the row's
-    `derived` functions.
+    `derived` functions. word_logprobs: of the trained policy, with gradient, at the words of the
+    column ref_top_ids, and ref_word_logprobs: the reference's, [B, T, W], if the row has it.
     """
 
     log_ratio: "Tensor"
@@ -154,6 +156,8 @@ class TokenLossInput:
     advantages: "Tensor"
     loss_mask: "Tensor"
     derived: Mapping[str, "Tensor"] = field(default_factory=dict)
+    word_logprobs: "Tensor | None" = None
+    ref_word_logprobs: "Tensor | None" = None
 
 
 ColumnTensors = Mapping[str, "Tensor"]
@@ -218,6 +222,8 @@ class Algorithm:
             raise ValueError(
                 f"algorithm {self.name}: derived {sorted(reserved)} is a reserved name"
             )
+        if REF_TOP_IDS in self.columns and "top_k" not in self.params:
+            raise ValueError(f"algorithm {self.name}: column {REF_TOP_IDS} needs a param top_k")
         for kind, names in {"dials": self.dials, "limits": self.limits}.items():
             if unknown := names.keys() - self.params.keys():
                 raise ValueError(

@@ -140,6 +140,8 @@ class AlgorithmConfig:
             yield key not in row.params, f"params.{key}", f"unknown; params of {self.name}: {known}"
             yield not is_finite, f"params.{key}", "must be a number"
             yield is_finite and not bounds.holds(value), f"params.{key}", str(bounds)
+            is_count = is_finite and isinstance(row.params.get(key), int)
+            yield is_count and value % 1 != 0, f"params.{key}", "must be a whole number"
         yield (
             self.time_step != "token" and (row.is_by_turn or not row.reads_token_scores),
             "time_step",

@@ -35,7 +35,7 @@ from streamrl.algorithms.math.tokens import (
 )
 from streamrl.algorithms.math.training_metrics import SHARED_CRITIC_PREFIX
 from streamrl.errors import AlgorithmError
-from streamrl.messages import ROLLOUTS, TOKEN_SCORES, TURN_COLUMN
+from streamrl.messages import REF_TOP_LOGPROBS, ROLLOUTS, TOKEN_SCORES, TURN_COLUMN
 from streamrl.user_code.checks import format_returned
 
 
@@ -160,7 +160,8 @@ def policy_loss(
     proximal_logprobs [B, T] if the policy at the start of the step differs from the trained one,
     and the results of `correct_before_updates`, if there are any: near, bool [B, T], tokens to be
     trained, and policy_weights [B, T]; with top_entropy also high_entropy, bool [B, T], tokens with
-    a policy loss. `logprobs` and `entropy` [B, T] are of the trained policy;
+    a policy loss. Rows with the column ref_top_ids also read ref_top_logprobs and word_logprobs, of
+    the trained policy, [B, T, W]. `logprobs` and `entropy` [B, T] are of the trained policy;
     `version` is the version of the policy at the start of the step.
     """
     # Mask first: padding may hold NaN, which clamp() keeps and whose gradient spreads.
@@ -176,7 +177,12 @@ def policy_loss(
     log_ratio = current - (proximal if is_decoupled else sampling)
     off_policy_log_ratio = proximal - sampling
     derived = _expand_to_tokens({name: batch[name] for name in ("advantages", *row.derived)}, mask)
-    tokens = TokenLossInput(log_ratio, current, derived["advantages"], mask, derived)
+    words = [
+        torch.where(mask[..., None], batch[name], 0.0)
+        for name in ("word_logprobs", REF_TOP_LOGPROBS)
+        if name in batch
+    ]
+    tokens = TokenLossInput(log_ratio, current, derived["advantages"], mask, derived, *words)
     losses, clipped = compute_token_losses(row, tokens, settings)
     weights, kept = _correct_off_policy(settings, off_policy_log_ratio, sampling, mask)
     if "policy_weights" in batch:

@@ -22,6 +22,8 @@ from streamrl.algorithms.algorithm import (
 )
 from streamrl.messages import (
     PAIRS,
+    REF_TOP_IDS,
+    REF_TOP_LOGPROBS,
     SCORE_NORMS,
     STATE_COLUMN,
     TARGETS,
@@ -93,12 +95,17 @@ def teacher_relative(
     A task's rewards add `task_weight` times their group-relative advantage.
     """
     gain = columns["ref_logprobs"] - columns["generator_logprobs"]
-    task = settings.params["task_weight"] * group_relative(columns, ids, settings)
+    task = weighted_task(columns, ids, settings)
     return token_math.apply_mask(gain + task[:, None], columns["loss_mask"])
 
 
 def row_weight(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
     return columns["scores"]
+
+
+def weighted_task(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
+    weight: float = settings.params["task_weight"]
+    return weight * group_relative(columns, ids, settings)
 
 
 def reward_to_go(columns: ColumnTensors, ids: "Tensor", settings: AlgorithmSettings) -> "Tensor":
@@ -344,6 +351,17 @@ def clipped_surrogate_and_likelihood(
     loss, clipped = clipped_surrogate(tokens, settings)
     weights = settings.params["likelihood_coef"] * tokens.derived["right_weight"]
     return loss - weights * tokens.logprobs, clipped
+
+
+def clipped_surrogate_and_divergence(
+    tokens: TokenLossInput, settings: AlgorithmSettings
+) -> LossAndClipped:
+    assert tokens.word_logprobs is not None and tokens.ref_word_logprobs is not None
+    divergence = losses.teacher_divergence(
+        tokens.word_logprobs, tokens.ref_word_logprobs, beta=settings.params["beta"]
+    )
+    loss, clipped = clipped_surrogate(tokens, settings)
+    return loss + divergence, clipped
 
 
 def sequence_clipped_surrogate(
@@ -772,6 +790,21 @@ ALGORITHM_SPECS = (
         params={"center_coef": 0.0},
         limits={"center_coef": NON_NEGATIVE_LIMITS},
         trains_on=PAIRS,
+    ),
+    variant(
+        "gkd",
+        "Agarwal et al. 2023, On-Policy Distillation (GKD), arXiv:2306.13649",
+        columns=(*SCORE_COLUMNS, "ref_logprobs", REF_TOP_IDS, REF_TOP_LOGPROBS),
+        advantages=weighted_task,
+        token_loss=clipped_surrogate_and_divergence,
+        defaults={"loss_aggregation": "token-mean"},
+        params={"beta": 1.0, "top_k": 64, "task_weight": 0.0},
+        limits={
+            "beta": FRACTION_LIMITS,
+            "top_k": (1, math.inf),
+            "task_weight": NON_NEGATIVE_LIMITS,
+        },
+        min_group_size=1,
     ),
     variant(
         "reinforce_pp_baseline",

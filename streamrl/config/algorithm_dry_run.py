@@ -10,7 +10,7 @@ from streamrl.algorithms.algorithm import Algorithm, AlgorithmSettings, list_der
 from streamrl.algorithms.objective import derive_group_columns, policy_loss
 from streamrl.dataflow import CRITIC_BY_COLUMN, RETURNS_BY_CRITIC
 from streamrl.errors import AlgorithmError, format_error
-from streamrl.messages import ColumnAxis, get_column_spec
+from streamrl.messages import REF_TOP_LOGPROBS, ColumnAxis, get_column_spec
 
 NUM_GROUPS = 2
 MAX_GROUP_SIZE = 4096
@@ -68,11 +68,18 @@ def _run_step(row: Algorithm, settings: AlgorithmSettings) -> None:
     version_column = {"policy_version": torch.zeros_like(logprobs, dtype=torch.int32)}
     batch = {**step, **version_column, **derived}
     entropy = torch.ones_like(logprobs)
+    leaves = {"gradient": logprobs}
+    if REF_TOP_LOGPROBS in row.columns:
+        # Two words of probability 0.37, of the reference 0.3.
+        leaves["gradient by word"] = torch.full((*logprobs.shape, 2), -1.0, requires_grad=True)
+        batch["word_logprobs"] = leaves["gradient by word"]
+        batch[REF_TOP_LOGPROBS] = torch.full((*logprobs.shape, 2), -1.2)
     loss, _ = policy_loss(row, settings, batch, logprobs=logprobs, entropy=entropy)
     if not loss.requires_grad:
         raise AlgorithmError(f"algorithm {row.name}: the loss has no gradient")
-    (gradient,) = torch.autograd.grad(loss, logprobs, materialize_grads=True)
-    for name, tensor in {**derived, "loss": loss, "gradient": gradient}.items():
+    found = torch.autograd.grad(loss, [*leaves.values()], materialize_grads=True)
+    gradients = dict(zip(leaves, found, strict=True))
+    for name, tensor in {**derived, "loss": loss, **gradients}.items():
         if not tensor.double().isfinite().all():
             raise AlgorithmError(
                 f"algorithm {row.name}: {name} is not finite with params {dict(settings.params)}"

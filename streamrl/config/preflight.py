@@ -141,7 +141,7 @@ def prepare_run(
     max_length = max(train.max_prompt_tokens, *lengths, 0) + config.max_completion_tokens
     _check_micro_batch(config, max_length)
     notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
-    _check_reference(config, max_length)
+    notes.append(_check_reference(config, max_length))
     _check_scoring_splits(config)
     if not config.reads_rows:
         check_generator_split(config.model.path, config.generator.tensor_parallel)
@@ -233,11 +233,12 @@ def _check_trained_model(config: RunConfig, role: str) -> list[str]:
     return [*notes, *_note_frozen_experts(path, trainer)]
 
 
-def _check_reference(config: RunConfig, max_length: int) -> None:
+def _check_reference(config: RunConfig, max_length: int) -> list[str]:
     """Raise ConfigError unless the reference can score the policy's tokens, `max_length` in a row.
 
     A vocabulary may be padded further than the policy's, but not less: the policy can sample any id
-    of its own. An algorithm that learns from the reference alone needs one that differs.
+    of its own. An algorithm that learns from the reference alone needs one that differs. Returns a
+    note if the reference's texts end with another token.
     """
     path, base = config.reference.path, config.model.path
     is_base = not path and not config.reference.every
@@ -248,15 +249,12 @@ def _check_reference(config: RunConfig, max_length: int) -> None:
     needs_other = REF_LOGPROBS in config.algorithm.spec.columns
     check_conflicts(config, [(is_base and needs_other, "reference.path", rule)])
     if not path:
-        return
+        return []
     from streamrl.engines.models.supported_models import check_model_support
 
     check_model_support(path, key="reference.path", is_served=False)
     tokenizers = [load_tokenizer(directory) for directory in (base, path)]
-    own, other = (
-        {**t.get_vocab(), "bos_token": t.bos_token_id, "eos_token": t.eos_token_id}
-        for t in tokenizers
-    )
+    own, other = (tokenizer.get_vocab() for tokenizer in tokenizers)
     token = min((token for token, _ in own.items() ^ other.items()), default="")
     length, width, least = read_model_length(path, limit=None), *map(read_vocab_size, (path, base))
     rules = {
@@ -266,6 +264,11 @@ def _check_reference(config: RunConfig, max_length: int) -> None:
         f"has {width} token ids, and the policy samples from {least}": width < least,
     }
     check_conflicts(config, [(holds, "reference.path", rule) for rule, holds in rules.items()])
+    ends = [tokenizer.eos_token for tokenizer in tokenizers]
+    return [
+        f"reference.path={path}: its texts end with {ends[1]!r}, and the policy's with {ends[0]!r},"
+        " which it scores as it would score any token there"
+    ] * (ends[0] != ends[1])
 
 
 def _check_scoring_splits(config: RunConfig) -> None:

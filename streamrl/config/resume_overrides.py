@@ -96,6 +96,13 @@ def _iter_lost_state(stored: RunConfig, config: RunConfig) -> Iterator[Conflict]
         "pipeline.max_staleness",
         f"a resumed run has prompts in flight for {before}; the bound may only grow",
     )
+    widths, new_widths = stored.column_widths, config.column_widths
+    yield (
+        any(new_widths[name] != widths[name] for name in widths.keys() & new_widths.keys()),
+        "algorithm.params",
+        f"top_k: a resumed run must keep {stored.algorithm_settings.params.get('top_k')}, as groups"
+        " in its queue have columns of that width",
+    )
     old, new = stored.environment, config.environment
     yield (
         (old.max_samples > 1) != (new.max_samples > 1),

@@ -36,10 +36,12 @@ from streamrl.dataflow import (
     GENERATOR,
     GREEDY_CALL,
     POLICY,
+    REF_LOGPROBS,
     REFERENCE_CALL,
     REWARD_CALL,
     REWARD_ROLES,
     ROWS,
+    TOP_COLUMNS,
     VALUE_CALL,
     CallKind,
     Dataflow,
@@ -69,7 +71,7 @@ from streamrl.files.typed_settings import (
     prepare_settings,
     suggest_nearest,
 )
-from streamrl.messages import PAIRS, ROLLOUTS, STATE_COLUMN, TOKEN_SCORES
+from streamrl.messages import PAIRS, REF_TOP_IDS, ROLLOUTS, STATE_COLUMN, TOKEN_SCORES
 from streamrl.placement.config import PlacementConfig
 from streamrl.rewards.group_filter import FilterConfig
 from streamrl.rewards.interface.config import (
@@ -444,7 +446,12 @@ class RunConfig(ConfigSections):
     @property
     def column_widths(self) -> dict[str, int]:
         """Most entries per token of the wide columns."""
-        return {"sampling_mask": self.generator.num_mask_words}
+        widths = {"sampling_mask": self.generator.num_mask_words}
+        if REF_TOP_IDS in self.algorithm.spec.columns:
+            top_k = int(self.algorithm_settings.params["top_k"])
+            most = min(top_k, read_vocab_size(self.model.path))
+            widths |= dict.fromkeys(TOP_COLUMNS, most)
+        return widths
 
     def bound_group_bytes(self, tokens: int) -> int:
         """Return the bytes of the largest group that the run can store in the queue.
@@ -504,6 +511,16 @@ def _iter_size_conflicts(config: RunConfig) -> Iterator[Conflict]:
         config.filter.kind == "equal_rewards" and algorithm.group_size == 1,
         "filter.kind",
         "has no effect: algorithm.group_size=1 leaves no rewards to compare",
+    )
+    learns_from_reference = REF_LOGPROBS in algorithm.spec.columns
+    yield (
+        config.filter.kind == "equal_rewards"
+        and learns_from_reference
+        and not config.algorithm_settings.params.get("task_weight"),
+        "filter.kind",
+        f"would drop groups of equal rewards, from which {algorithm.name} learns as much as from"
+        " others: its advantages come from the reference. Set none, or algorithm.params.task_weight"
+        " above 0",
     )
     yield (
         (config.filter.oversample_factor or 1) > MOST_OVERSAMPLED,
@@ -566,6 +583,20 @@ def _iter_model_conflicts(config: RunConfig) -> Iterator[Conflict]:
         if is_hosted
         else unused,
     )
+    yield (
+        bool(config.generator.sampling_mask) and REF_TOP_IDS in config.algorithm.spec.columns,
+        "generator.sampling_mask",
+        f"{config.algorithm.name} compares whole distributions, and the policy's has the words kept"
+        " alone. Leave it out, or set algorithm.name=distill",
+    )
+    for section in ("trainer", "reference"):
+        size = vars(vars(config)[section])["tensor_parallel"]
+        yield (
+            size > 1 and REF_TOP_IDS in config.algorithm.spec.columns,
+            f"{section}.tensor_parallel",
+            f"{config.algorithm.name} compares words that were not sampled, which ranks that share"
+            " the vocabulary do not score. Set 1, or algorithm.name=distill",
+        )
     yield (
         config.reference.decay and config.trainer.lora_rank,
         "reference.decay",

@@ -57,6 +57,7 @@ from streamrl.files.typed_settings import Conflict, check_conflicts
 from streamrl.messages import (
     COLUMN_SPECS,
     OPTIONAL_COLUMNS,
+    REF_TOP_IDS,
     Array,
     Columns,
     Experience,
@@ -108,6 +109,11 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
             bool(config.generator.sampling_mask),
             "generator.sampling_mask",
             "an own loop samples from all words; leave it out",
+        ),
+        (
+            REF_TOP_IDS in config.algorithm.spec.columns,
+            "algorithm.name",
+            "in an own loop the reference scores sampled tokens alone; set distill",
         ),
         (is_placed, "placement.mode", "an own loop trains and generates in the same workers"),
     ]

@@ -184,6 +184,11 @@ def by_weight(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float
     return on_tokens(group, [r.score for r in group])
 
 
+def by_weighted_task(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
+    weight = settings.params["task_weight"]
+    return [[weight * a for a in task] for task in by_group(group, step, settings)]
+
+
 def by_others(group: Rollouts, step: Rollouts, settings: Any) -> list[list[float]]:
     scores = snap([r.score for r in group])
     if len(group) == 1:
@@ -434,6 +439,7 @@ ADVANTAGES: dict[str, Callable[[Rollouts, Rollouts, Any], list[list[float]]]] = 
     "distill": by_teacher,
     "sft": by_weight,
     "reward_model": by_weight,
+    "gkd": by_weighted_task,
 }
 """Those that are not `by_group`."""
 
@@ -663,6 +669,27 @@ def lose_with_likelihood(t: Token, x: float, y: float, s: Any) -> tuple[float, b
     return loss - s.params["likelihood_coef"] * t.likelihood * x, is_clipped
 
 
+def diverge(words: Numbers, teachers: Numbers, beta: float) -> float:
+    """Return GKD's divergence of two policies by the logprobs of some words; the rest is a word."""
+    policy, teacher = ([math.exp(x) for x in xs] for xs in (words, teachers))
+    policy, teacher = ([*ps, max(1 - sum(ps), 1e-6)] for ps in (policy, teacher))
+
+    def kl(ps: Numbers, qs: Numbers) -> float:
+        return sum(p * math.log(p / q) for p, q in zip(ps, qs, strict=True))
+
+    if beta == 0:
+        return kl(teacher, policy)
+    if beta == 1:
+        return kl(policy, teacher)
+    middle = [beta * t + (1 - beta) * p for t, p in zip(teacher, policy, strict=True)]
+    return beta * kl(teacher, middle) + (1 - beta) * kl(policy, middle)
+
+
+def lose_with_divergence(t: Token, x: float, y: float, s: Any) -> tuple[float, bool]:
+    loss, is_clipped = lose_clipped(t, x, y, s)
+    return loss + diverge(t.word_logprobs, t.ref_top_logprobs, s.params["beta"]), is_clipped
+
+
 OF_TOKENS: dict[str, Callable[[Token, float, float, Any], tuple[float, bool]]] = {
     "vapo": lose_with_likelihood,
     "cispo": lose_weighted,
@@ -674,6 +701,7 @@ OF_TOKENS: dict[str, Callable[[Token, float, float, Any], tuple[float, bool]]] =
     "gpg": lose_score,
     "sft": lose_score,
     "dro": lose_quadratic,
+    "gkd": lose_with_divergence,
 }
 OF_ROLLOUTS = {
     "gspo": lose_by_sequence,
@@ -812,6 +840,25 @@ def penalize(token: Token, now: float, kind: str) -> float:
     return divergence(held, kind) + moved
 
 
+def differentiate_words(
+    name: str, settings: Any, rollouts: Rollouts, version: int
+) -> list[list[float]]:
+    """Return the gradient of the step's loss by the logprobs of each trained token's words."""
+    result = []
+    for r, factors in zip(rollouts, share(settings, rollouts), strict=True):
+        if not factors:
+            continue
+        weights, kept = judge(name, settings, r, version)
+        for token, factor, weight, is_kept in zip(r.trained, factors, weights, kept, strict=True):
+            teachers, beta = token.ref_top_logprobs, settings.params["beta"]
+            slopes = differentiate(
+                partial(diverge, teachers=teachers, beta=beta), token.word_logprobs
+            )
+            share_of_token = token.is_uncertain * is_kept * factor * weight
+            result.append([share_of_token * slope for slope in slopes])
+    return result
+
+
 def add_up(name: str, settings: Any, rollouts: Rollouts, version: int) -> dict[str, float]:
     """Return the sums that metrics are made of."""
     trained = [r for r in rollouts if r.trained]
@@ -836,7 +883,7 @@ def add_up(name: str, settings: Any, rollouts: Rollouts, version: int) -> dict[s
         sums["ratio_squared_sum"] += sum(ratio(x) ** 2 for x in xs)
         sums["log_ratio_sum"] += sum(xs)
         sums["sequence_ratio_squared_sum"] += ratio(sum(xs)) ** 2
-    if settings.kl_coef or name == "distill":
+    if settings.kl_coef or name in ("distill", "gkd"):
         sums["kl_ref_sum"] = sum(
             divergence(t.logprob - t.ref_logprobs, settings.kl_kind)
             for r in trained

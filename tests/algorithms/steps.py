@@ -12,6 +12,7 @@ from streamrl.messages import FinishReason
 
 WEIGHTS = {"right": 1.0, "short": 0.5}
 MAX_LENGTH = 9
+NUM_WORDS = 3
 
 
 def make_settings(config: AlgorithmConfig) -> AlgorithmSettings:
@@ -41,7 +42,7 @@ class Step:
         """Return the step with NaN wherever the policy did not sample."""
         mask = self.columns["loss_mask"]
         columns = {
-            name: torch.where(mask, column, torch.nan) if is_float_per_token(column) else column
+            name: spoil_padding(mask, column) if is_float_per_token(column) else column
             for name, column in self.columns.items()
         }
         spoil = [torch.where(mask, x, torch.nan) for x in (self.logprobs, self.entropy)]
@@ -51,12 +52,17 @@ class Step:
         """Return the step with more padding on the right."""
         pad = torch.nn.functional.pad
         columns = {
-            name: pad(column, (0, by)) if column.ndim > 1 else column
+            name: pad(column, (*(0, 0) * (column.ndim - 2), 0, by)) if column.ndim > 1 else column
             for name, column in self.columns.items()
         }
         return Step(
             columns, self.group_ids, pad(self.logprobs, (0, by)), pad(self.entropy, (0, by))
         )
+
+
+def spoil_padding(mask: Tensor, column: Tensor) -> Tensor:
+    """Return [B, T] or [B, T, W] with NaN where `mask` [B, T] is false."""
+    return torch.where(mask if column.ndim == 2 else mask[..., None], column, torch.nan)
 
 
 def is_float_per_token(column: Tensor) -> bool:
@@ -82,6 +88,10 @@ def make_step(
     def per_token(scale: float) -> Tensor:
         return torch.where(mask, -1.5 + normal(*mask.shape, scale=scale), 0.0)
 
+    def words() -> Tensor:
+        some = normal(*mask.shape, NUM_WORDS + 2).log_softmax(-1)[..., :NUM_WORDS]
+        return torch.where(mask[..., None], some, 0.0)
+
     generator = per_token(0.5)
     starts = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     turns = torch.where(mask, starts.cumsum(-1), 0)
@@ -104,6 +114,9 @@ def make_step(
         "token_scores": scores[:, None] * (0.25 * is_first + 0.75 * is_last),
         "turn_ends": turns,
         "turn_states": turns % 3,
+        # Words of five that the policies know.
+        "word_logprobs": words(),
+        "ref_top_logprobs": words(),
         **{f"reward/{name}": normal(num_rows) for name in WEIGHTS},
     }
     logprobs = torch.where(mask, generator + normal(*mask.shape, scale=0.3), 0.0)
@@ -118,7 +131,7 @@ def derive_columns(config: AlgorithmConfig, step: Step) -> dict[str, Tensor]:
 
 @dataclass
 class TrainingResult:
-    """Summed loss, sums and gradient of logprobs."""
+    """Summed loss, sums and gradient by logprobs of tokens and further words, [B, T, 1 + W]."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -128,10 +141,10 @@ class TrainingResult:
 def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> TrainingResult:
     """Run forward and backward on these rows with their derived columns."""
     leaf = step.logprobs.clone().requires_grad_()
-    batch, settings = {**step.columns, **derived}, make_settings(config)
+    words = step.columns["word_logprobs"].clone().requires_grad_()
+    batch, settings = {**step.columns, **derived, "word_logprobs": words}, make_settings(config)
     loss, sums = policy_loss(config.spec, settings, batch, logprobs=leaf, entropy=step.entropy)
-    loss.backward()
-    assert leaf.grad is not None
-    return TrainingResult(
-        loss.detach(), sums, torch.where(step.columns["loss_mask"], leaf.grad, 0.0)
-    )
+    found = torch.autograd.grad(loss, (leaf, words), materialize_grads=True)
+    gradient = torch.cat((found[0][..., None], found[1]), dim=-1)
+    mask = step.columns["loss_mask"][..., None]
+    return TrainingResult(loss.detach(), sums, torch.where(mask, gradient, 0.0))

@@ -136,7 +136,7 @@ def compute_first_step_gradient(config):
     step = make_step()
     step.logprobs = step.columns["generator_logprobs"].clone()
     settled = derive_columns(AlgorithmConfig(name="grpo"), step)
-    return train(config, step, derive_columns(config, step) | settled).gradient
+    return train(config, step, derive_columns(config, step) | settled).gradient[..., 0]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ PARAMS = {
     "dro": {"penalty_coef": 0.6},
     "distill": {"task_weight": 0.7},
     "reward_model": {"center_coef": 0.3},
+    "gkd": {"task_weight": 0.7},
 }
 SAMPLED = [name for name, row in ALGORITHMS.items() if row.trains_on == "rollouts"]
 CLIPS = {
@@ -138,6 +139,13 @@ def list_configs() -> dict[str, AlgorithmConfig]:
         "hgpo deep": configure("hgpo", params={"history": 4}, advantage_scale="none"),
         "hgpo gigpo": configure("hgpo", params={"history": 0}, advantage_scale="none"),
         "otb keep": configure("otb", single_rollout=keep, gamma=0.8, mask_truncated=True),
+        **{
+            f"gkd beta {beta} {len(options)}": configure(
+                "gkd", params={"beta": beta, "task_weight": 0.5}, **options
+            )
+            for beta in (0.0, 0.3)
+            for options in ({}, {"correction": bounded})
+        },
         "dual clip": configure(dual_clip=1.1, clip_high=0.28),
         "whitened": configure(whiten_advantages=True, mask_truncated=True),
     }
@@ -147,7 +155,7 @@ def draw_config(name: str, seed: int) -> AlgorithmConfig:
     """Return a row's config with a random choice of every option that the row reads."""
     draw = random.Random(f"{name} {seed}")
     by_score = name not in oracle.ADVANTAGES
-    in_reward = name not in ("gdpo", "distill") and draw.random() < 0.3
+    in_reward = name not in ("gdpo", "distill", "gkd") and draw.random() < 0.3
     choices: dict[str, tuple[object, ...]] = {
         "loss_aggregation": LOSS_AGGREGATIONS,
         "mask_truncated": (False, True),
@@ -350,8 +358,9 @@ def check_step(config: AlgorithmConfig, step: Step) -> None:
     if "chosen" in derived:
         assert derived["chosen"][mask].tolist() == [t.chosen for t in tokens]
 
-    logprobs, entropy = (x.clone().requires_grad_() for x in (step.logprobs, step.entropy))
-    batch = {**columns, **derived}
+    leaves = (step.logprobs, step.entropy, step.columns["word_logprobs"])
+    logprobs, entropy, words = (x.clone().requires_grad_() for x in leaves)
+    batch = {**columns, **derived, "word_logprobs": words}
     loss, sums = policy_loss(
         row, settings, batch, logprobs=logprobs, entropy=entropy, version=VERSION
     )
@@ -367,6 +376,10 @@ def check_step(config: AlgorithmConfig, step: Step) -> None:
     for leaf, gradient in ((logprobs, result.gradient), (entropy, result.entropy_gradient)):
         actual = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         NEAR(torch.where(mask, actual, 0.0), on_tokens(mask, gradient))
+    if config.name == "gkd":
+        assert words.grad is not None
+        by_word = oracle.differentiate_words(config.name, settings, rollouts, VERSION)
+        NEAR(words.grad[mask], torch.tensor(by_word, dtype=torch.float64))
     if "returns" in derived:
         check_value_loss(settings, batch, rollouts, divisor)
 

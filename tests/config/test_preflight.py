@@ -192,6 +192,15 @@ def test_a_reference_that_cannot_score_the_policys_tokens_is_refused(
         prepare_run(config)
 
 
+def test_a_reference_whose_texts_end_otherwise_is_noted(write_teacher: Callable[..., RunConfig]):
+    config = write_teacher()
+    settings_file = Path(config.reference.path) / "tokenizer_config.json"
+    settings = json.loads(settings_file.read_text()) | {"eos_token": "7"}
+    settings_file.write_text(json.dumps(settings))
+    (note,) = (note for note in prepare_run(config).notes if "reference.path" in note)
+    assert "its texts end with '7', and the policy's with '" in note
+
+
 def test_ranks_that_share_a_model_demand_memory_for_a_part_each(tmp_path: Path):
     recipe = write_toy(tmp_path) / "recipe.yaml"
 

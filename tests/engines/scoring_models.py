@@ -3,6 +3,7 @@
 from typing import Any
 
 from streamrl.algorithms import AlgorithmConfig
+from streamrl.engines.models.chunked_head import TopWords
 from streamrl.engines.models.forward import DEFAULT_OPTIONS, ModelLoadOptions
 from streamrl.engines.trainer_config import RankLayout, TrainerConfig
 from streamrl.engines.training.model_rank import ModelRank
@@ -14,9 +15,13 @@ RANKS = RankLayout().to_trainer_config(TrainerConfig(dtype="float32"))
 
 
 def make_reference(
-    path: str, *, temperature: float = 0.8, options: ModelLoadOptions = DEFAULT_OPTIONS
+    path: str,
+    *,
+    temperature: float = 0.8,
+    options: ModelLoadOptions = DEFAULT_OPTIONS,
+    top_words: TopWords | None = None,
 ) -> ModelRank:
-    task = PolicyTask(path, PPO.spec, SETTINGS, temperature, options=options)
+    task = PolicyTask(path, PPO.spec, SETTINGS, temperature, top_words, options=options)
     return ModelRank(task, config=RANKS)
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from streamrl.dataflow import REF_LOGPROBS
+from streamrl.dataflow import REF_LOGPROBS, TOP_COLUMNS
+from streamrl.engines.models.chunked_head import TopWords
 from streamrl.engines.trainer_config import RankLayout, TrainerConfig
 from streamrl.engines.training.model_rank import ModelRank
 from streamrl.engines.training.tasks import CriticTask, PolicyTask
@@ -24,11 +25,13 @@ HELD = (["a", "b", "c"], ["c", "x", "a"])
 class RankScores(NamedTuple):
     """Columns of this rank's groups, and the leases of HELD that it goes on with.
 
-    whole_logprobs: of a whole model in the same process.
+    whole_logprobs: of a whole model in the same process. top: with the columns of the likeliest
+    words, which tensor-parallel ranks do not find.
     """
 
     ref_logprobs: list[Array]
     whole_logprobs: list[Array]
+    top: list[Columns]
     values: list[Array]
     common: Sequence[str]
 
@@ -46,7 +49,7 @@ def score_rank(
     config = RankLayout(WORLD, **layout).to_trainer_config(precision)
     mine = groups if config.get_dp_rank(rank) == 0 else []
     tasks = (
-        PolicyTask(path, PPO.spec, SETTINGS, 0.8),
+        PolicyTask(path, PPO.spec, SETTINGS, 0.8, TopWords(3, vocab_size=40)),
         CriticTask(path, PPO.spec, SETTINGS, None),
     )
     results: list[Any] = []
@@ -60,6 +63,8 @@ def score_rank(
         if column == REF_LOGPROBS:
             whole = ModelRank(task, config=RankLayout().to_trainer_config(precision))
             results.append(whole.compute_columns(groups[:1], column, micro_batch_tokens=64))
+            names = (column, *(() if config.tensor_parallel > 1 else TOP_COLUMNS))
+            results.append(model.score_groups(mine, names, micro_batch_tokens=64))
         model.close()
-    ref_logprobs, whole, values = results
-    return RankScores(ref_logprobs, whole, values, common)
+    ref_logprobs, whole, top, values = results
+    return RankScores(ref_logprobs, whole, top, values, common)

@@ -30,7 +30,7 @@ from streamrl.engines.models.forward import (
     shift_scores,
 )
 from streamrl.engines.models.packed_rows import enable_packing, join_sequence_group, share_tokens
-from streamrl.engines.models.tensor_parallel import parallelize_layers
+from streamrl.engines.models.tensor_parallel import VOCABULARY_ROWS, parallelize_layers
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.training.training_backend import TrainingBackend, make_backend
 from streamrl.resharding.storage import view_piece
@@ -269,12 +269,20 @@ def find_misplaced(backend: TrainingBackend, full_state: dict[str, Tensor]) -> l
 def score(
     module: PreTrainedModel, forward: Callable[..., Any], ids: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities and entropies; values of a critic; of two heads, the sum of both."""
+    """Return log-probabilities and entropies; values of a critic; of two heads, the sum of both.
+
+    Entropies have the logprobs added, scored again as further words where ranks can.
+    """
     if module.get_output_embeddings() is None:
         values = compute_token_values(forward, ids, mask)
         return values, values
-    scores = run_scoring_forward(forward, ids, mask, temperature=0.7, entropy_mode="gradient")
-    logprobs, entropy = shift_scores(scores, mask)
+    # Ranks that share the vocabulary score no further words.
+    words = None if VOCABULARY_ROWS in vars(module) else ids[..., None]
+    scores = run_scoring_forward(
+        forward, ids, mask, temperature=0.7, entropy_mode="gradient", words=words
+    )
+    logprobs, entropy, further, _ = shift_scores(scores, mask)
+    entropy = entropy + (logprobs if further is None else further[..., 0])
     if scores.state_values is not None:
         entropy = entropy + shift_right(scores.state_values, mask)
     return logprobs, entropy

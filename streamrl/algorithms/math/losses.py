@@ -10,6 +10,7 @@ Aggregation has two halves. `aggregate_loss_sum` sums the contribution of a micr
 division of a step into micro-batches and ranks changes neither the loss nor the gradient.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -276,6 +277,35 @@ def bradley_terry_loss(scores: Tensor, mask: Tensor, *, center_coef: float) -> T
     first, second = ((scores * part).sum(-1, keepdim=True) for part in (chosen, rejected))
     loss = center_coef * (first + second) ** 2 - torch.nn.functional.logsigmoid(first - second)
     return loss * chosen
+
+
+def teacher_divergence(logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float) -> Tensor:
+    """Return the divergence of two distributions, given by their logprobs of W words: [B, T].
+
+    Both are [B, T, W]; the words that are left are one further word, because the divergence of the
+    W words alone is biased. With teacher P, policy Q and M = beta P + (1 - beta) Q it is beta KL(P
+    || M) + (1 - beta) KL(Q || M), the generalized Jensen-Shannon divergence; KL(P || Q), forward,
+    for beta = 0 and KL(Q || P), reverse, for beta = 1. Source: Agarwal et al. 2023 (GKD), equation
+    1.
+    """
+    p, q = map(_append_rest, (teacher_logprobs, logprobs))
+    if beta in (0, 1):
+        first, second = (q, p) if beta else (p, q)
+        return (first.exp() * (first - second)).sum(-1)
+    mixture = torch.logaddexp(p + math.log(beta), q + math.log(1 - beta))
+    divergences = ((x.exp() * (x - mixture)).sum(-1) for x in (p, q))
+    of_teacher, of_policy = divergences
+    return beta * of_teacher + (1 - beta) * of_policy
+
+
+REST_FLOOR = 1e-6
+"""Least probability of the words that are left: a sum in float32 is about this exact."""
+
+
+def _append_rest(logprobs: Tensor) -> Tensor:
+    """Append the logprob of all other words to those of some: [..., W] -> [..., W + 1]."""
+    rest = 1 - logprobs.exp().sum(-1, keepdim=True)
+    return torch.cat((logprobs, rest.clamp(min=REST_FLOOR).log()), dim=-1)
 
 
 def score_function_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:

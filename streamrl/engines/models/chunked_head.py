@@ -35,27 +35,39 @@ from streamrl.engines.trainer_config import HEAD_CHUNK_TOKENS
 
 EntropyMode = Literal["none", "value", "gradient", "collision"]
 ChunkScorer = Callable[[Tensor, Tensor], Tensor]
-"""Function from the head's inputs [N, H] and the next tokens [N, 1 + K] to scores [2, N].
+"""Function from the head's inputs [N, H] and words [N, 1 + W + K] to scores [S, N].
 
-K words of the next token's sampling mask follow the token.
+Words are the next token, W further words to score and K words of the token's sampling mask. Scores
+are the logprobs of the first 1 + W words, then logprobs and ids of the likeliest words, if wanted,
+and last the entropy.
 """
+
+
+class TopWords(NamedTuple):
+    """How many of the likeliest words to find per token, among the first ids of the vocabulary."""
+
+    num_words: int
+    vocab_size: int
 
 
 class NextTokenScores(NamedTuple):
     """Logprob of the token after each position, and entropy of its distribution, float32 [B, T].
 
     In the mode "collision", the sum of the distribution's squared probabilities takes the place of
-    the entropy. state_values: values, float32 [B, T], of a model with two heads.
+    the entropy. state_values: values, float32 [B, T], of a model with two heads. word_logprobs:
+    logprobs of the given words, or of the likeliest, and word_ids: ids of the likeliest, [W, B, T].
     """
 
     logprobs: Tensor
     entropy: Tensor
     state_values: Tensor | None
+    word_logprobs: Tensor | None = None
+    word_ids: Tensor | None = None
 
 
 @dataclass
 class ScoringOutput(ModelOutput):
-    """Logits [B, T, V], or logprobs and entropies [2, B, T]; values [B, T, 1] of a second head.
+    """Logits [B, T, V], or scores [S, B, T] (`ChunkScorer`); values [B, T, 1] of a second head.
 
     The scores are one tensor, because DeepSpeed's ZeRO 3 runs a hook for each tensor with a
     gradient and all ranks must run as many, whether their entropies have one or not. A ModelOutput
@@ -68,7 +80,7 @@ class ScoringOutput(ModelOutput):
     state_values: Tensor | None = None
 
 
-def run_scoring_forward(
+def run_scoring_forward(  # noqa: PLR0913
     model: Callable[..., Any],
     token_ids: Tensor,
     attention_mask: Tensor,
@@ -76,6 +88,7 @@ def run_scoring_forward(
     temperature: float,
     entropy_mode: EntropyMode,
     sampling_mask: Tensor | None = None,
+    words: Tensor | TopWords | None = None,
 ) -> NextTokenScores:
     """Run a causal model on right-padded token ids, int64 [B, T], and score the next tokens.
 
@@ -83,22 +96,32 @@ def run_scoring_forward(
     False for padding. The last position of a row and the padding are meaningless. Logits are
     divided by `temperature`. Entropies are 0 for mode "none" and carry a gradient only for mode
     "gradient". `sampling_mask` [B, T, K] has ids of words, or NO_ENTRY: logprob and entropy of a
-    token are those among its words, of all words if it has none.
+    token are those among its words, of all words if it has none. `words`, int [B, T, W], are scored
+    in the place of each token like the token itself, or are the likeliest. Ranks must not share the
+    vocabulary for either.
     """
     module = unwrap_engine(model)
     head, name = module.get_output_embeddings(), find_head_name(module)
     vocabulary: VocabularyRows | None = vars(module).get(VOCABULARY_ROWS)
+    num_words = 1 + (words.shape[-1] if isinstance(words, Tensor) else 0)
+    num_scores = num_words + (entropy_mode == "gradient")
     finish = functools.partial(
-        _score_logits, temperature=temperature, entropy_mode=entropy_mode, vocabulary=vocabulary
+        _score_logits,
+        temperature=temperature,
+        entropy_mode=entropy_mode,
+        vocabulary=vocabulary,
+        num_words=num_words,
+        top_words=words if isinstance(words, TopWords) else None,
     )
     rows = RowLayout(model, token_ids, attention_mask)
     targets = rows.next_token_ids[..., None]
-    if sampling_mask is not None:
-        words = rows.arrange(sampling_mask.roll(-1, dims=1)).long()
-        targets = torch.cat((targets, words), dim=-1)
+    for further in (words, sampling_mask):
+        if isinstance(further, Tensor):
+            ids = rows.arrange(further.roll(-1, dims=1)).long()
+            targets = torch.cat((targets, ids), dim=-1)
     if name is None:
         output = rows.run_model()
-        scores = _score_in_chunks(finish, output.logits, targets, entropy_mode)
+        scores = _score_in_chunks(finish, output.logits, targets, num_scores)
     else:
         apply_head = head.forward
         if vocabulary is not None:
@@ -112,18 +135,20 @@ def run_scoring_forward(
             parameters = head.parameters()
             if vocabulary is not None:
                 inputs = vocabulary.share_inputs(inputs)
-            return _score_in_chunks(score_chunk, inputs, targets, entropy_mode, *parameters)
+            return _score_in_chunks(score_chunk, inputs, targets, num_scores, *parameters)
 
         with _replace_head(module, head, score):
             output = rows.run_model()
         scores = output.scores
-    logprobs, entropy = rows.restore(scores)
+    logprobs, *word_scores, entropy = rows.restore(scores)
     if entropy_mode != "gradient":
         entropy = entropy.detach()
     values = output.get("state_values")
     if values is not None:
         values = rows.restore(values[..., 0].float())
-    return NextTokenScores(logprobs, entropy, values)
+    # Of the likeliest words, logprobs and ids.
+    found = torch.stack(word_scores).chunk(1 + isinstance(words, TopWords)) if word_scores else ()
+    return NextTokenScores(logprobs, entropy, values, *found)
 
 
 @contextlib.contextmanager
@@ -222,30 +247,39 @@ class _BaseOutput(tuple[Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-def _score_logits(
+def _score_logits(  # noqa: PLR0913
     logits: Tensor,
     targets: Tensor,
     *,
     temperature: float,
     entropy_mode: EntropyMode,
     vocabulary: VocabularyRows | None,
+    num_words: int,
+    top_words: TopWords | None,
 ) -> Tensor:
+    """Return the scores of a `ChunkScorer` for logits [N, V]; num_words: 1 + W."""
     scaled = logits.float() / temperature
-    targets, words = targets[..., 0], targets[..., 1:]
+    targets, mask = targets[..., :num_words], targets[..., num_words:]
     if vocabulary is not None:
-        chosen, entropy = vocabulary.score(scaled, targets, mode=entropy_mode)
+        assert targets.shape[-1] == 1 and top_words is None, "refused in RunConfig"
+        chosen, entropy = vocabulary.score(scaled, targets[..., 0], mode=entropy_mode)
         return torch.stack((chosen, entropy if entropy_mode == "gradient" else entropy.detach()))
-    if words.shape[-1]:
-        scaled = scaled.masked_fill(~_select_words(words, scaled.shape[-1]), -torch.inf)
-    chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
-    if entropy_mode == "none":
-        return torch.stack((chosen, torch.zeros_like(chosen)))
+    if mask.shape[-1]:
+        scaled = scaled.masked_fill(~_select_words(mask, scaled.shape[-1]), -torch.inf)
+    total = scaled.logsumexp(-1, keepdim=True)
+    scores = [scaled.gather(-1, targets.clamp(min=0)) - total]
+    if top_words is not None:
+        top = scaled[:, : top_words.vocab_size].topk(top_words.num_words)
+        # A float32 holds each id below 2^24.
+        scores += [top.values - total, top.indices.float()]
     with torch.set_grad_enabled(entropy_mode == "gradient" and torch.is_grad_enabled()):
-        if entropy_mode == "collision":
+        if entropy_mode == "none":
+            entropy = torch.zeros_like(total[..., 0])
+        elif entropy_mode == "collision":
             entropy = scaled.softmax(-1).square().sum(-1)
         else:
             entropy = entropy_from_logits(scaled)
-    return torch.stack((chosen, entropy))
+    return torch.cat((*scores, entropy[..., None]), dim=-1).T
 
 
 def _select_words(words: Tensor, vocabulary_size: int) -> Tensor:
@@ -260,30 +294,34 @@ def _score_in_chunks(
     score_chunk: ChunkScorer,
     inputs: Tensor,
     targets: Tensor,
-    entropy_mode: EntropyMode,
+    num_scores: int,
     *parameters: Tensor,
 ) -> Tensor:
-    """Score inputs [B, T, H] in chunks, with gradients of inputs and of the head's `parameters`."""
+    """Score inputs [B, T, H] in chunks, with gradients of inputs and of the head's `parameters`.
+
+    targets: words [B, T, 1 + W + K] of a `ChunkScorer`. Returns its scores, [S, B, T], of which
+    `num_scores` have a gradient.
+    """
     scores: Tensor = _ChunkedScores.apply(
-        score_chunk, entropy_mode, inputs.flatten(0, 1), targets.flatten(0, 1), *parameters
+        score_chunk, num_scores, inputs.flatten(0, 1), targets.flatten(0, 1), *parameters
     )
     # FSDP2 warns of outputs that are views.
-    return scores.view(2, *targets.shape[:2]).clone()
+    return scores.view(-1, *targets.shape[:2]).clone()
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Scores [2, N] of inputs [N, H]; the backward pass computes the chunks again."""
+    """Scores [S, N] of inputs [N, H]; the backward pass computes the chunks again."""
 
     @staticmethod
     def forward(
         ctx: Any,
         score_chunk: ChunkScorer,
-        entropy_mode: EntropyMode,
+        num_scores: int,
         inputs: Tensor,
         targets: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.score_chunk, ctx.num_scores = score_chunk, 1 + (entropy_mode == "gradient")
+        ctx.score_chunk, ctx.num_scores = score_chunk, num_scores
         ctx.save_for_backward(inputs, targets, *parameters)
         chunks = zip(inputs.split(HEAD_CHUNK_TOKENS), targets.split(HEAD_CHUNK_TOKENS), strict=True)
         return torch.cat([score_chunk(*chunk) for chunk in chunks], dim=-1)

@@ -20,6 +20,7 @@ from streamrl.engines.models.chunked_head import (
     EntropyMode,
     NextTokenScores,
     ScoringOutput,
+    TopWords,
     mark_whole_logits,
     run_scoring_forward,
 )
@@ -59,11 +60,14 @@ DEFAULT_OPTIONS = ModelLoadOptions()
 class TokenScores(NamedTuple):
     """Log-probabilities of tokens and entropies of their distributions, float32 [B, T].
 
-    Both are 0 at position 0 and in the padding.
+    word_logprobs, word_ids: of further words in the place of each token, [B, T, W]. All are 0 at
+    position 0 and in the padding.
     """
 
     logprobs: Tensor
     entropy: Tensor
+    word_logprobs: Tensor | None = None
+    word_ids: Tensor | None = None
 
 
 def load_model(
@@ -289,7 +293,7 @@ def compute_token_values(
     return shift_right(values, attention_mask)
 
 
-def compute_token_logprobs(
+def compute_token_logprobs(  # noqa: PLR0913
     model: Callable[..., Any],
     token_ids: Tensor,
     attention_mask: Tensor,
@@ -297,13 +301,15 @@ def compute_token_logprobs(
     temperature: float,
     entropy_mode: EntropyMode = "none",
     sampling_mask: Tensor | None = None,
+    words: Tensor | TopWords | None = None,
 ) -> TokenScores:
     """Compute the logprob of every token given the tokens before, at the sampling temperature.
 
     `token_ids` int64 [B, T], `attention_mask` bool [B, T], padded on the right. Position t holds
     the logprob of token t; position 0 holds 0. Logits are divided by `temperature` as in sampling.
     Logits exist for a chunk of tokens at a time (`chunked_head`). Entropies are 0 for mode "none"
-    and carry a gradient only for mode "gradient". `sampling_mask` as in `run_scoring_forward`.
+    and carry a gradient only for mode "gradient". `sampling_mask` and `words` as in
+    `run_scoring_forward`.
     """
     scores = run_scoring_forward(
         model,
@@ -312,6 +318,7 @@ def compute_token_logprobs(
         temperature=temperature,
         entropy_mode=entropy_mode,
         sampling_mask=sampling_mask,
+        words=words,
     )
     return shift_scores(scores, attention_mask)
 
@@ -319,15 +326,19 @@ def compute_token_logprobs(
 def shift_scores(scores: NextTokenScores, attention_mask: Tensor) -> TokenScores:
     """Move scores of next tokens to the positions of these tokens."""
     logprobs, entropy = (shift_right(x, attention_mask) for x in (scores.logprobs, scores.entropy))
-    return TokenScores(logprobs, entropy)
+    words = (
+        None if x is None else shift_right(x, attention_mask).movedim(0, -1)
+        for x in (scores.word_logprobs, scores.word_ids)
+    )
+    return TokenScores(logprobs, entropy, *words)
 
 
 def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:
-    """Move predictions [B, T], made at the token before, to the position of the predicted token.
+    """Move predictions [..., B, T], made at the token before, to the position of the predicted one.
 
     Position 0 and the padding become 0.
     """
-    shifted = torch.nn.functional.pad(values[:, :-1], (1, 0))
+    shifted = torch.nn.functional.pad(values[..., :-1], (1, 0))
     return torch.where(attention_mask, shifted, 0.0)
 
 

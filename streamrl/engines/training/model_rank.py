@@ -37,7 +37,7 @@ from streamrl.engines.trainer_config import LOAD_TIMEOUT_S, TrainerConfig
 from streamrl.engines.training.collate import build_batch, find_token_slice
 from streamrl.engines.training.tasks import ModelTask
 from streamrl.engines.training.training_backend import TrainingBackend, make_backend
-from streamrl.messages import Array, Columns
+from streamrl.messages import Array, Columns, get_column_spec
 from streamrl.weights.parameters import ParameterSet, build_full_weights
 
 
@@ -124,10 +124,18 @@ class ModelRank:
     def compute_columns(
         self, groups: Sequence[Columns], column: str, *, micro_batch_tokens: int
     ) -> list[Array]:
-        """Compute a column, float32 with an entry per token, of each group.
+        """Compute one column of each group, see `score_groups`."""
+        scored = self.score_groups(groups, (column,), micro_batch_tokens=micro_batch_tokens)
+        return [columns[column] for columns in scored]
 
-        column: ref_logprobs, at the sampling temperature and with LoRA adapters switched off, or a
-        critic's values. Entries are 0 where loss_mask is false. The columns of a group must include
+    def score_groups(
+        self, groups: Sequence[Columns], names: Sequence[str], *, micro_batch_tokens: int
+    ) -> list[Columns]:
+        """Compute the columns of a scoring call, with entries per token, of each group.
+
+        names: ref_logprobs, at the sampling temperature and with LoRA adapters switched off,
+        perhaps with those of the likeliest words, or a critic's values. Entries are 0 where
+        loss_mask is false. The columns of a group must include
         token_ids, loss_mask and lengths. On CPUs micro-batches have the rollouts of one group, so
         the result does not depend on the other groups. Ranks may have different groups, or none. A
         collective if the parameters are sharded. Raises ValueError if a rollout exceeds
@@ -135,26 +143,28 @@ class ModelRank:
         """
         forward, module = self._backend.forward, self._backend.module
         columns_of = {str(number): columns for number, columns in enumerate(groups)}
-        results = {uid: np.zeros(len(c["token_ids"]), np.float32) for uid, c in columns_of.items()}
+        results: dict[str, dict[str, Array]] = {uid: {} for uid in columns_of}
         rounds = self._pack_groups(columns_of, micro_batch_tokens)
-        without_adapters = disable_adapters(module) if column == REF_LOGPROBS else nullcontext()
+        without_adapters = disable_adapters(module) if REF_LOGPROBS in names else nullcontext()
         # Not inference_mode: gathered parameters stay cached, and training reuses them.
-        with self._limit_wait(column), without_adapters, torch.no_grad():
+        with self._limit_wait(names[0]), without_adapters, torch.no_grad():
             dummies: list[MicroBatch] = [()] * (self._find_most_rounds(len(rounds)) - len(rounds))
             for picks in [*rounds, *dummies]:
                 derived: dict[str, Columns] = {uid: {} for uid, _ in picks}
                 batch = build_batch(
                     columns_of, picks, derived=derived, token_columns=("token_ids",)
                 ).to(get_local_device())
-                values = self._task.compute_column(forward, batch, column).cpu().numpy()
-                # A dummy micro-batch has a row but no pick.
-                for (uid, index), row in zip(picks, values, strict=bool(picks)):
-                    tokens = find_token_slice(columns_of[uid]["lengths"], index)
-                    results[uid][tokens] = row[: tokens.stop - tokens.start]
-        return [
-            np.where(columns["loss_mask"], results[uid], np.float32(0))
-            for uid, columns in columns_of.items()
-        ]
+                for name, tensor in self._task.compute_columns(forward, batch, names).items():
+                    values = tensor.cpu().numpy().astype(get_column_spec(name).dtype)
+                    # A dummy micro-batch has a row but no pick.
+                    for (uid, index), row in zip(picks, values, strict=bool(picks)):
+                        mask = columns_of[uid]["loss_mask"]
+                        zeros = np.zeros((len(mask), *row.shape[1:]), row.dtype)
+                        column = results[uid].setdefault(name, zeros)
+                        tokens = find_token_slice(columns_of[uid]["lengths"], index)
+                        row = row[: tokens.stop - tokens.start]
+                        column[tokens][mask[tokens]] = row[mask[tokens]]
+        return [{name: column.ravel() for name, column in c.items()} for c in results.values()]
 
     def _pack_groups(
         self, columns_of: Mapping[str, Columns], micro_batch_tokens: int

@@ -1,7 +1,7 @@
 """Tasks of a model: how to load it, score groups with it and, for trained models, its loss."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from streamrl.algorithms import Algorithm, AlgorithmSettings, list_required_colu
 from streamrl.algorithms.math.losses import critic_loss
 from streamrl.algorithms.objective import correct_before_updates, policy_loss, shared_value_loss
 from streamrl.dataflow import CRITIC, CRITIC_BY_COLUMN, POLICY, REF_LOGPROBS, RETURNS_BY_CRITIC
-from streamrl.engines.models.chunked_head import EntropyMode, run_scoring_forward
+from streamrl.engines.models.chunked_head import EntropyMode, TopWords, run_scoring_forward
 from streamrl.engines.models.forward import (
     DEFAULT_OPTIONS,
     VALUE_HEADS,
@@ -34,7 +34,7 @@ from streamrl.engines.models.forward import (
     shift_scores,
 )
 from streamrl.engines.training.collate import TOKEN_COLUMNS
-from streamrl.messages import EPISODE_COLUMN
+from streamrl.messages import EPISODE_COLUMN, REF_TOP_IDS, REF_TOP_LOGPROBS
 
 
 class SampleJoiner:
@@ -108,6 +108,13 @@ class ModelTask(ABC):
         They are [B, T], or [B] of a model that scores whole rows.
         """
 
+    def compute_columns(
+        self, forward: ForwardFunction, batch: TensorDict, columns: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return the columns of a scoring call, by name; wide ones are [B, T, W]."""
+        (column,) = columns
+        return {column: self.compute_column(forward, batch, column)}
+
     def is_own(self, name: str) -> bool:
         """Return whether a published parameter is one of this model, not of a model around it."""
         return True
@@ -165,10 +172,14 @@ class TrainingTask(ModelTask):
 
 @dataclass(frozen=True)
 class PolicyTask(TrainingTask):
-    """Trains the policy with the loss of the algorithm."""
+    """Trains the policy with the loss of the algorithm, or scores as a reference.
+
+    top_words: words per token whose logprobs the loss compares with the reference's.
+    """
 
     loader = staticmethod(load_model)
     temperature: float
+    top_words: TopWords | None = None
 
     @property
     def token_columns(self) -> tuple[str, ...]:
@@ -186,6 +197,7 @@ class PolicyTask(TrainingTask):
             temperature=self.temperature,
             entropy_mode=entropy_mode,
             sampling_mask=batch.get("sampling_mask"),
+            words=batch.get(REF_TOP_IDS, None),
         )
 
     def compute_loss(
@@ -216,6 +228,8 @@ class PolicyTask(TrainingTask):
         The loss sees the samples of an episode, all of which are in the batch, as one row.
         """
         join = SampleJoiner(columns.get(EPISODE_COLUMN))
+        if scores.word_logprobs is not None:
+            columns = {**columns, "word_logprobs": scores.word_logprobs}
         return policy_loss(
             self.spec,
             self.settings,
@@ -241,6 +255,19 @@ class PolicyTask(TrainingTask):
 
     def compute_column(self, forward: ForwardFunction, batch: TensorDict, column: str) -> Tensor:
         return self.score_batch(forward, batch).logprobs
+
+    def compute_columns(
+        self, forward: ForwardFunction, batch: TensorDict, columns: Sequence[str]
+    ) -> dict[str, Tensor]:
+        if REF_TOP_IDS not in columns:
+            return super().compute_columns(forward, batch, columns)
+        ids, attention = batch["token_ids"], batch["attention_mask"]
+        scores = compute_token_logprobs(
+            forward, ids, attention, temperature=self.temperature, words=self.top_words
+        )
+        assert scores.word_ids is not None and scores.word_logprobs is not None
+        by_name = {REF_TOP_IDS: scores.word_ids, REF_TOP_LOGPROBS: scores.word_logprobs}
+        return {REF_LOGPROBS: scores.logprobs, **by_name}
 
     def is_own(self, name: str) -> bool:
         return not name.startswith(VALUE_HEADS)

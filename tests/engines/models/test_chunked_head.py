@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.models import chunked_head
 from streamrl.engines.models.activation_checkpointing import checkpoint_layers
-from streamrl.engines.models.chunked_head import EntropyMode, compute_chunk_gradients
+from streamrl.engines.models.chunked_head import EntropyMode, TopWords, compute_chunk_gradients
 from streamrl.engines.models.forward import compute_token_logprobs
 from streamrl.engines.models.packed_rows import enable_packing
 from tests.engines.tiny_families import FAMILIES, VOCABULARY, WidestTensor, make_model
@@ -164,6 +164,34 @@ def test_gradients_of_renormalized_scores_are_finite_differences():
         assert weight.grad is not None
         difference = (compute(1e-2) - compute(-1e-2)).item() / 2e-2
     assert (weight.grad * step).sum().item() == pytest.approx(difference, rel=1e-2)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_further_words_are_scored_in_the_place_of_each_token(is_packed: bool):
+    model = make_model("qwen2")
+    ids, mask = make_ids(2, 9), torch.tensor([[True] * 9, [True] * 6 + [False] * 3])
+    words = torch.randint(VOCABULARY, (2, 9, 3), generator=torch.manual_seed(2))
+    logits = model(input_ids=ids, use_cache=False).logits / TEMPERATURE
+    plain = logits[:, :-1].log_softmax(-1).gather(-1, words[:, 1:]) * mask[:, 1:, None]
+    weights = torch.arange(1.0, 4.0)
+    (plain * weights).sum().backward()
+    expected, best = collect_gradients(model), logits[:, :-1, :50].topk(4)
+    if is_packed:
+        enable_packing(model)
+    with chunks_of(5):
+        scores = compute_token_logprobs(model, ids, mask, temperature=TEMPERATURE, words=words)
+        top = compute_token_logprobs(
+            model, ids, mask, temperature=TEMPERATURE, words=TopWords(4, vocab_size=50)
+        )
+    assert scores.word_logprobs is not None and top.word_ids is not None
+    torch.testing.assert_close(scores.word_logprobs[:, 1:], plain, atol=1e-5, rtol=1e-5)
+    (scores.word_logprobs * weights).sum().backward()
+    torch.testing.assert_close(collect_gradients(model), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(top.word_ids[:, 1:].long(), best.indices * mask[:, 1:, None])
+    found, total = top.word_logprobs, logits[:, :-1].logsumexp(-1, keepdim=True)
+    assert found is not None
+    expected_top = (best.values - total) * mask[:, 1:, None]
+    torch.testing.assert_close(found[:, 1:], expected_top, atol=1e-5, rtol=1e-5)
 
 
 def test_gradients_of_many_chunks_are_summed_in_float32():

@@ -44,7 +44,7 @@ def score(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> TokenScores:
 def differentiate(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Any, ...]:
     """Return logprobs, entropies and the gradient of a sum to which tokens add differently."""
     scores = score(model, ids, mask)
-    weigh(*scores).backward()
+    weigh(scores.logprobs, scores.entropy).backward()
     return scores.logprobs.detach(), scores.entropy.detach(), collect_gradients(model)
 
 

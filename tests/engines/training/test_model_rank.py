@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.dataflow import REF_LOGPROBS
+from streamrl.dataflow import REF_LOGPROBS, TOP_COLUMNS
 from streamrl.engines.models import activation_checkpointing
+from streamrl.engines.models.chunked_head import TopWords
 from streamrl.engines.training import model_rank
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
@@ -40,6 +41,26 @@ def test_ref_logprobs_equal_a_forward_pass_at_the_sampling_temperature(model_pat
         for rollout in columns_to_rollouts(COLUMNS)
     ]
     assert np.abs(columns["ref_logprobs"] - np.concatenate(expected)).max() < 2e-5
+
+
+def test_a_reference_finds_the_likeliest_words_of_each_sampled_token(model_path):
+    scorer = make_reference(model_path, top_words=TopWords(3, vocab_size=40))
+    names = (REF_LOGPROBS, *TOP_COLUMNS)
+    (found,) = scorer.score_groups([COLUMNS], names, micro_batch_tokens=64)
+    check_column_sizes(measure_columns(found), GroupInfo.from_columns(COLUMNS))
+    (alone,) = scorer.compute_columns([COLUMNS], REF_LOGPROBS, micro_batch_tokens=64)
+    np.testing.assert_array_equal(found[REF_LOGPROBS], alone)
+    model, mask = tiny_model(tied=True, seed=1), COLUMNS["loss_mask"]
+    ids, logprobs = [], []
+    for rollout in columns_to_rollouts(COLUMNS):
+        tokens = torch.from_numpy(rollout.token_ids).long()[None]
+        full = (model(tokens).logits[0] / 0.8).log_softmax(-1).roll(1, 0)
+        top = full[:, :40].topk(3)
+        ids.append(top.indices)
+        logprobs.append(top.values.detach())
+    expected = torch.cat(ids).numpy() * mask[:, None], torch.cat(logprobs).numpy() * mask[:, None]
+    np.testing.assert_array_equal(found["ref_top_ids"].reshape(-1, 3), expected[0])
+    np.testing.assert_allclose(found["ref_top_logprobs"].reshape(-1, 3), expected[1], atol=2e-5)
 
 
 def test_mlps_compute_in_chunks_of_tokens(model_path: str, monkeypatch: pytest.MonkeyPatch):
@@ -94,10 +115,10 @@ def test_two_ranks_score_as_a_whole_model_and_follow_a_critic_with_adapters(
     groups, published = list(make_groups().values()), make_adapters()
     critic = make_shadow_critic(path)
     critic.copy_weights(critic.build_full(published))
-    ref_logprobs, values = (
-        model.compute_columns(groups, column, micro_batch_tokens=64)
-        for model, column in ((make_reference(path), REF_LOGPROBS), (critic, "values"))
-    )
+    reference = make_reference(path, top_words=TopWords(3, vocab_size=40))
+    top = reference.score_groups(groups, (REF_LOGPROBS, *TOP_COLUMNS), micro_batch_tokens=64)
+    ref_logprobs = [columns[REF_LOGPROBS] for columns in top]
+    values = critic.compute_columns(groups, "values", micro_batch_tokens=64)
     assert np.abs(np.concatenate(values)).max() > 0.1
     ports = find_free_ports(2)
     calls = [(rank, ports, path, layout, groups, published) for rank in range(WORLD)]
@@ -111,6 +132,9 @@ def test_two_ranks_score_as_a_whole_model_and_follow_a_critic_with_adapters(
             np.concatenate(rank.ref_logprobs), np.concatenate(ref_logprobs), atol=2e-5
         )
         np.testing.assert_allclose(np.concatenate(rank.values), np.concatenate(values), atol=2e-5)
+        for found, expected in zip(rank.top, top, strict=True):
+            for name, column in found.items():
+                np.testing.assert_allclose(column, expected[name], atol=2e-5)
     # Ranks that compute the same groups go on with those that both hold, in one order.
     assert [rank.common for rank in ranks] == ([["a", "c"]] * 2 if layout else list(HELD))
 

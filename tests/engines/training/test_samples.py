@@ -64,6 +64,9 @@ class Trained:
 def build_scored_batch(groups, picks, derived):
     """Return a micro-batch with the columns of the trained policy's given scores."""
     scored = {uid: {n: groups[uid][n] for n in ("logprobs", "entropy")} for uid, _ in picks}
+    for uid, columns in scored.items():
+        columns["word_logprobs"] = groups[uid]["logprobs"][:, None] - [2, 3]
+        columns["ref_top_logprobs"] = groups[uid]["ref_logprobs"][:, None] - [1, 2]
     derived = {uid: {**derived[uid], **columns} for uid, columns in scored.items()}
     return build_batch(groups, picks, derived=derived)
 
@@ -81,7 +84,7 @@ def train(config, groups, *, dp_size=1):
     for picks in (picks for work in packer.take_rounds(final=True) for picks in work if picks):
         batch = build_scored_batch(groups, picks, derived).to_dict()
         leaf = batch.pop("logprobs").requires_grad_()
-        scores = TokenScores(leaf, batch.pop("entropy"))
+        scores = TokenScores(leaf, batch.pop("entropy"), batch.pop("word_logprobs"))
         part, part_sums = task.compute_loss_from_scores(scores, batch, version=1)
         part.backward()
         loss += part.item()
