@@ -120,6 +120,7 @@ def _make_engine_spec(config: RunConfig, max_length: int, replica: int) -> "Engi
         and is_held_as_stored(read_model_config(path)),
         group_size=config.algorithm.group_size,
         run_seed=config.run.seed,
+        returns_experts=config.returns_experts,
     )
 
 

@@ -87,6 +87,7 @@ class AlgorithmSettings:
     reward_weights: Mapping[str, float]
     splits_episodes: bool = False
     has_sampling_mask: bool = False
+    router_replay: str = "off"
 
     @property
     def masked_reasons(self) -> tuple[int, ...]:
@@ -121,7 +122,8 @@ class AlgorithmSettings:
     @property
     def should_recompute_logprobs(self) -> bool:
         """True if the policy must recompute a step's logprobs before its first update."""
-        from_start = self.correction.proximal == "trainer" and self.num_updates > 1
+        is_start_read = self.correction.proximal == "trainer" or self.router_replay == "r2"
+        from_start = is_start_read and self.num_updates > 1
         return from_start or self.corrects_before_updates
 
     def compute_loss_denominator(self, sums: Mapping[str, float]) -> float:
@@ -286,6 +288,7 @@ def list_required_columns(row: Algorithm, settings: AlgorithmSettings) -> tuple[
     reference = ("ref_logprobs",) if settings.kl_coef else ()
     episode = _list_episode_columns(row, settings)
     wide = ("sampling_mask",) if settings.has_sampling_mask else ()
+    wide = (*wide, *(("routed_experts",) if settings.router_replay in ("measure", "r3") else ()))
     return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *columns, *reference, *episode, *wide)))
 
 

@@ -46,6 +46,7 @@ LOSS_AGGREGATIONS = (
     "seq-mean-token-sum-norm",
     "prompt-mean",
 )
+ROUTER_REPLAYS = ("off", "measure", "r2", "r3")
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 
 
@@ -107,6 +108,9 @@ class AlgorithmConfig:
     #: Share of the step's tokens, those of the highest entropy, whose policy loss is trained, such
     #: as 0.2 (Wang et al. 2025); null: all. One more forward pass.
     top_entropy: Annotated[float | None, above(0, 1)] = None
+    #: Experts of a mixture that the trainer uses: off, its own; measure, its own, compared with
+    #: the generator's; r2, those of its pass before a step's first update; r3, the generator's.
+    router_replay: Annotated[str, one_of(*ROUTER_REPLAYS), FIXED_ON_RESUME] = "off"
     #: Passes over the rollouts of a training step.
     epochs: Annotated[int, at_least(1), FIXED_ON_RESUME] = 1
     #: Optimizer updates per epoch, each with an equal share of the step's groups.
@@ -147,6 +151,12 @@ class AlgorithmConfig:
             "time_step",
             f"has no effect: {self.name} "
             + ("counts time in turns" if row.is_by_turn else "has no returns over time"),
+        )
+        yield (
+            self.router_replay == "r2" and self.epochs * self.mini_batches == 1,
+            "router_replay",
+            "has no effect: a step has one update, whose experts are those of the first pass. Set"
+            " algorithm.router_replay=r3",
         )
         yield (
             self.group_size < row.min_group_size,

@@ -43,8 +43,10 @@ from streamrl.dataflow import (
 from streamrl.distributed.devices import find_smallest_gpu_bytes, has_local_gpu
 from streamrl.engines.memory.worker_memory import WorkerMemory
 from streamrl.engines.models.tensor_parallel_support import (
+    MAX_EXPERTS,
     check_generator_split,
     check_trainer_split,
+    get_expert_sizes,
 )
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm.model_registry import explain_unshareable_process
@@ -143,6 +145,7 @@ def prepare_run(
     notes += [_check_trained_model(config, role) for role in config.dataflow.trained_roles]
     notes.append(_check_reference(config, max_length))
     _check_scoring_splits(config)
+    _check_router_replay(config)
     if not config.reads_rows:
         check_generator_split(config.model.path, config.generator.tensor_parallel)
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
@@ -269,6 +272,24 @@ def _check_reference(config: RunConfig, max_length: int) -> list[str]:
         f"reference.path={path}: its texts end with {ends[1]!r}, and the policy's with {ends[0]!r},"
         " which it scores as it would score any token there"
     ] * (ends[0] != ends[1])
+
+
+def _check_router_replay(config: RunConfig) -> None:
+    """Raise ConfigError if the routers' choices cannot be replayed, or not returned."""
+    sizes = get_expert_sizes(read_model_config(config.model.path))
+    is_split_on_cpu = config.generator.tensor_parallel > 1 and not has_local_gpu()
+    rules = {
+        f"{config.model.path} is no mixture of experts; set off": not sizes.num_experts,
+        f"stores experts up to {MAX_EXPERTS}, not {sizes.num_experts}": sizes.num_experts
+        > MAX_EXPERTS,
+        "on CPUs only a generator of one process tells its experts; set"
+        " generator.tensor_parallel=1": config.returns_experts and is_split_on_cpu,
+    }
+    replays = config.algorithm_settings.router_replay != "off"
+    check_conflicts(
+        config,
+        [(replays and holds, "algorithm.router_replay", rule) for rule, holds in rules.items()],
+    )
 
 
 def _check_scoring_splits(config: RunConfig) -> None:

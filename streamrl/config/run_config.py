@@ -49,6 +49,7 @@ from streamrl.dataflow import (
     build_dataflow,
 )
 from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.models.tensor_parallel_support import get_expert_sizes
 from streamrl.engines.trainer_config import (
     CriticConfig,
     CriticTrainerConfig,
@@ -59,7 +60,7 @@ from streamrl.engines.trainer_config import (
 from streamrl.environments.config import EnvironmentConfig
 from streamrl.errors import AlgorithmError, ConfigError, extend_errors, get_first_line
 from streamrl.files.bounded_read import read_small_yaml, wrap_file_errors
-from streamrl.files.hf_config import read_model_length, read_vocab_size
+from streamrl.files.hf_config import read_model_config, read_model_length, read_vocab_size
 from streamrl.files.typed_settings import (
     Conflict,
     at_least,
@@ -295,7 +296,7 @@ class RunConfig(ConfigSections):
         if not self.reads_rows:
             return settings
         own: dict[str, Any] = {"group_size": 1, "overlong_buffer": 0, "mask_truncated": False}
-        own["has_sampling_mask"] = False
+        own |= {"has_sampling_mask": False, "router_replay": "off"}
         return dataclasses.replace(settings, correction=CorrectionConfig(), **own)
 
     @property
@@ -451,7 +452,15 @@ class RunConfig(ConfigSections):
             top_k = int(self.algorithm_settings.params["top_k"])
             most = min(top_k, read_vocab_size(self.model.path))
             widths |= dict.fromkeys(TOP_COLUMNS, most)
+        if self.returns_experts:
+            sizes = get_expert_sizes(read_model_config(self.model.path))
+            widths["routed_experts"] = sizes.num_layers * sizes.top_k
         return widths
+
+    @property
+    def returns_experts(self) -> bool:
+        """True if generators return the experts that they chose for each token."""
+        return self.algorithm_settings.router_replay in ("measure", "r3")
 
     def bound_group_bytes(self, tokens: int) -> int:
         """Return the bytes of the largest group that the run can store in the queue.

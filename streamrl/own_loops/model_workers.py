@@ -97,6 +97,8 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
     is_placed = config.placement.mode not in ("auto", "colocated")
     looks_first = config.algorithm.spec.reads_score_norms
     is_adaptive = config.data.sampling != "uniform"
+    has_mask = bool(config.generator.sampling_mask)
+    replays = config.algorithm.router_replay != "off"
     conflicts: list[Conflict] = [
         (config.filter.is_enabled, "filter.kind", "an own loop filters no groups"),
         (config.reference.every, "reference.every", "an own loop has a fixed reference"),
@@ -105,11 +107,8 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
         (is_idle, "critic.replicas", "the script of an own loop starts scorers of values; set 0"),
         (is_adaptive, "data.sampling", "an own loop reports no pass rates; set uniform"),
         (looks_first, "algorithm.name", "its advantages need a pass that own loops do not run"),
-        (
-            bool(config.generator.sampling_mask),
-            "generator.sampling_mask",
-            "an own loop samples from all words; leave it out",
-        ),
+        (has_mask, "generator.sampling_mask", "an own loop samples from all words; leave it out"),
+        (replays, "algorithm.router_replay", "an own loop has no column of experts; set off"),
         (
             REF_TOP_IDS in config.algorithm.spec.columns,
             "algorithm.name",

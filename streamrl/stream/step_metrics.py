@@ -13,11 +13,8 @@ from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histog
 from streamrl.telemetry.spans import Span, compute_idle_fraction, sum_busy_s
 
 NAN = math.nan
-TRAINED_METRICS = tuple(
-    metric.name
-    for metric in METRICS
-    if metric.name.startswith(("loss/", "policy/", "critic/", "cost_critic/", "correction/"))
-)
+TRAINED_PREFIXES = ("loss/", "policy/", "critic/", "cost_critic/", "correction/", "routing/")
+TRAINED_METRICS = tuple(m.name for m in METRICS if m.name.startswith(TRAINED_PREFIXES))
 """Metrics of trained models; NaN in steps that do not train the model."""
 REPORTED_METRICS = ("rollout/all_right_frac", "rollout/all_wrong_frac")
 """Metrics that scorers report; NaN in steps before which none did."""

@@ -254,6 +254,12 @@ def test_ranks_that_cannot_split_a_scoring_model_are_refused(run: ToyRun):
             prepare_run(replace(run[0], reference=layout))
 
 
+def test_experts_of_a_dense_model_cannot_be_replayed(run: ToyRun):
+    algorithm = replace(run[0].algorithm, router_replay="r3")
+    with pytest.raises(ConfigError, match=r"^algorithm.router_replay=r3: .* is no mixture of exp"):
+        prepare_run(replace(run[0], algorithm=algorithm))
+
+
 def test_a_generator_inside_trainer_ranks_demands_no_devices(run: ToyRun):
     config = replace(
         run[0],

@@ -224,6 +224,7 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
             "trainer={offload_optimizer: true, zero_stage: 0}",
             "offload_optimizer=true: needs a zero_stage above 0$",
         ),
+        ("algorithm.router_replay=r2", "router_replay=r2: has no effect: a step has one update"),
         ("generator.top_p=0.9", r"generator.top_p=0.9: .*set generator.sampling_mask={top_k: 50"),
         ("generator.sampling_mask={top_p: 0.9}", r"sampling_mask={.*}: needs a whole top_k, which"),
         ("generator.sampling_mask={top_k: 2.5}", r"sampling_mask={.*}: needs a whole top_k, which"),

@@ -281,7 +281,7 @@ def score(
     scores = run_scoring_forward(
         forward, ids, mask, temperature=0.7, entropy_mode="gradient", words=words
     )
-    logprobs, entropy, further, _ = shift_scores(scores, mask)
+    logprobs, entropy, further, *_ = shift_scores(scores, mask)
     entropy = entropy + (logprobs if further is None else further[..., 0])
     if scores.state_values is not None:
         entropy = entropy + shift_right(scores.state_values, mask)

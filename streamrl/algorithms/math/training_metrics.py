@@ -53,7 +53,7 @@ def summarize_policy(sums: Mapping[str, float], denominator: float) -> dict[str,
     `sums`: sums of `policy_loss` over the step; `denominator`: divisor of its losses. `loss/*` are
     the terms of the minimized loss, weights included; `policy/*` are means over tokens;
     `correction/*` measure the distance between sampling and trained policy. policy/kl_ref and
-    loss/kl exist only with a reference.
+    loss/kl exist only with a reference, routing/mismatch_frac only if experts were compared.
     """
     num_sampled = sums.get("num_sampled", 0.0)
     if not num_sampled:
@@ -65,6 +65,8 @@ def summarize_policy(sums: Mapping[str, float], denominator: float) -> dict[str,
     }
     if "right_pairs" in sums:
         metrics["policy/pair_accuracy"] = sums["right_pairs"] / sums["num_rollouts"]
+    if sums.get("num_routed"):
+        metrics["routing/mismatch_frac"] = sums["num_rerouted"] / sums["num_routed"]
     if "kl_ref_sum" in sums:
         metrics["policy/kl_ref"] = sums["kl_ref_sum"] / num_sampled
     if not denominator:

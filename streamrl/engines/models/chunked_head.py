@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 
 from streamrl.algorithms.math.losses import entropy_from_logits
 from streamrl.engines.models.packed_rows import RowLayout, unwrap_engine
+from streamrl.engines.models.router_replay import Routing, begin_routing
 from streamrl.engines.models.tensor_parallel import (
     VOCABULARY_ROWS,
     WHOLE_LOGITS,
@@ -89,6 +90,7 @@ def run_scoring_forward(  # noqa: PLR0913
     entropy_mode: EntropyMode,
     sampling_mask: Tensor | None = None,
     words: Tensor | TopWords | None = None,
+    routing: Routing | None = None,
 ) -> NextTokenScores:
     """Run a causal model on right-padded token ids, int64 [B, T], and score the next tokens.
 
@@ -98,7 +100,7 @@ def run_scoring_forward(  # noqa: PLR0913
     "gradient". `sampling_mask` [B, T, K] has ids of words, or NO_ENTRY: logprob and entropy of a
     token are those among its words, of all words if it has none. `words`, int [B, T, W], are scored
     in the place of each token like the token itself, or are the likeliest. Ranks must not share the
-    vocabulary for either.
+    vocabulary for either. `routing` replays or records experts, until the next call.
     """
     module = unwrap_engine(model)
     head, name = module.get_output_embeddings(), find_head_name(module)
@@ -114,6 +116,7 @@ def run_scoring_forward(  # noqa: PLR0913
         top_words=words if isinstance(words, TopWords) else None,
     )
     rows = RowLayout(model, token_ids, attention_mask)
+    begin_routing(module, rows, routing)
     targets = rows.next_token_ids[..., None]
     for further in (words, sampling_mask):
         if isinstance(further, Tensor):

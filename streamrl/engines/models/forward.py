@@ -25,6 +25,7 @@ from streamrl.engines.models.chunked_head import (
     run_scoring_forward,
 )
 from streamrl.engines.models.packed_rows import RowLayout, enable_packing, unwrap_engine
+from streamrl.engines.models.router_replay import Routing
 from streamrl.errors import ConfigError, get_message
 from streamrl.files.hf_config import is_trusted, read_model_config
 
@@ -61,13 +62,14 @@ class TokenScores(NamedTuple):
     """Log-probabilities of tokens and entropies of their distributions, float32 [B, T].
 
     word_logprobs, word_ids: of further words in the place of each token, [B, T, W]. All are 0 at
-    position 0 and in the padding.
+    position 0 and in the padding. routing: the experts, if they were replayed.
     """
 
     logprobs: Tensor
     entropy: Tensor
     word_logprobs: Tensor | None = None
     word_ids: Tensor | None = None
+    routing: Routing | None = None
 
 
 def load_model(
@@ -302,13 +304,14 @@ def compute_token_logprobs(  # noqa: PLR0913
     entropy_mode: EntropyMode = "none",
     sampling_mask: Tensor | None = None,
     words: Tensor | TopWords | None = None,
+    routing: Routing | None = None,
 ) -> TokenScores:
     """Compute the logprob of every token given the tokens before, at the sampling temperature.
 
     `token_ids` int64 [B, T], `attention_mask` bool [B, T], padded on the right. Position t holds
     the logprob of token t; position 0 holds 0. Logits are divided by `temperature` as in sampling.
     Logits exist for a chunk of tokens at a time (`chunked_head`). Entropies are 0 for mode "none"
-    and carry a gradient only for mode "gradient". `sampling_mask` and `words` as in
+    and carry a gradient only for mode "gradient". `sampling_mask`, `words` and `routing` as in
     `run_scoring_forward`.
     """
     scores = run_scoring_forward(
@@ -319,18 +322,19 @@ def compute_token_logprobs(  # noqa: PLR0913
         entropy_mode=entropy_mode,
         sampling_mask=sampling_mask,
         words=words,
+        routing=routing,
     )
-    return shift_scores(scores, attention_mask)
+    return shift_scores(scores, attention_mask)._replace(routing=routing)
 
 
 def shift_scores(scores: NextTokenScores, attention_mask: Tensor) -> TokenScores:
     """Move scores of next tokens to the positions of these tokens."""
     logprobs, entropy = (shift_right(x, attention_mask) for x in (scores.logprobs, scores.entropy))
-    words = (
+    word_logprobs, word_ids = (
         None if x is None else shift_right(x, attention_mask).movedim(0, -1)
         for x in (scores.word_logprobs, scores.word_ids)
     )
-    return TokenScores(logprobs, entropy, *words)
+    return TokenScores(logprobs, entropy, word_logprobs, word_ids)
 
 
 def shift_right(values: Tensor, attention_mask: Tensor) -> Tensor:

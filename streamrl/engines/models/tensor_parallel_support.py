@@ -4,7 +4,7 @@ The rules take sizes from config.json or from a `ModelShape`.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from streamrl.engines.models.model_shapes import ModelShape
 from streamrl.engines.trainer_config import PARAMETER_SHARDING_STAGE, TrainerConfig
@@ -31,6 +31,8 @@ EXPERT_STYLES = frozenset(
 SUPPORTED_STYLES = (
     COLUMN_STYLES | ROW_STYLES | EXPERT_STYLES | {SHARED_NORM_STYLE, "mla_kv_a_proj", "all_reduce"}
 )
+MAX_EXPERTS = 256
+"""Most experts of a layer that the column of routed experts, uint8, tells apart."""
 EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 HEADS_KEY, KV_HEADS_KEY, INTERMEDIATE_KEY = (
     "num_attention_heads",
@@ -45,6 +47,21 @@ AnyConfig: TypeAlias = "PreTrainedConfig | type[PreTrainedConfig]"
 """Config of a model, or class of configs of a family."""
 SplitSizes = Mapping[str, int]
 """Sizes that the number of tensor-parallel ranks must divide, by their key in config.json."""
+
+
+class ExpertSizes(NamedTuple):
+    """Sizes of a mixture of experts; all are 0 of a dense model but the number of layers."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+
+def get_expert_sizes(config: "PreTrainedConfig") -> ExpertSizes:
+    sizes = config.get_text_config().to_dict()
+    num_experts = next((sizes[name] for name in EXPERT_COUNT_KEYS if sizes.get(name)), 0)
+    top_k = sizes["num_experts_per_tok"] if num_experts else 0
+    return ExpertSizes(sizes["num_hidden_layers"], num_experts, top_k)
 
 
 def has_experts(model_path: str) -> bool:

@@ -187,11 +187,12 @@ class ModelTrainer(ModelRank):
         batch = build_batch(groups, picks, derived=derived, token_columns=task.token_columns)
         batch = batch.to(get_local_device())
         by_mode: dict[EntropyMode, Tensor] = {}
+        routing = None
         logprobs = batch[PROXIMAL_COLUMN] if plan.has_proximal_logprobs and picks else None
         for mode in task.precomputed_modes or (() if plan.has_proximal_logprobs else ("none",)):
             with self._limit_wait("the logprob precomputation"), torch.no_grad():
                 scores = task.score_batch(self._backend.forward, batch, mode)
-            by_mode[mode] = scores.entropy
+            by_mode[mode], routing = scores.entropy, scores.routing
             logprobs = scores.logprobs if logprobs is None else logprobs
         if logprobs is None or not picks:
             return
@@ -199,6 +200,8 @@ class ModelTrainer(ModelRank):
             logprobs, batch.to_dict(), version=version
         )
         columns = {PROXIMAL_COLUMN: logprobs}
+        if routing is not None and task.settings.router_replay == "r2":
+            columns["routed_experts"] = routing.get_own()
         if task.settings.corrects_before_updates:
             columns["near"] = near
         if task.settings.correction.normalize_weights:
@@ -618,7 +621,8 @@ class StepPlan:
 
     def _fill_column(self, uid: str, name: str, tokens: slice, values: Array) -> None:
         """Write values for the tokens of a rollout into a column of its group."""
-        zeros = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
+        shape = (len(self._derived[uid]["loss_mask"]), *values.shape[1:])
+        zeros = np.zeros(shape, values.dtype)
         self._derived[uid].setdefault(name, zeros)[tokens] = values
 
 

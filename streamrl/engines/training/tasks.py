@@ -24,6 +24,7 @@ from streamrl.engines.models.forward import (
     compute_row_logits,
     compute_token_logprobs,
     compute_token_values,
+    iter_layers,
     load_model,
     load_reward_model,
     load_skeleton,
@@ -33,6 +34,7 @@ from streamrl.engines.models.forward import (
     shift_right,
     shift_scores,
 )
+from streamrl.engines.models.router_replay import Routing, enable_router_replay
 from streamrl.engines.training.collate import TOKEN_COLUMNS
 from streamrl.messages import EPISODE_COLUMN, REF_TOP_IDS, REF_TOP_LOGPROBS
 
@@ -198,7 +200,21 @@ class PolicyTask(TrainingTask):
             entropy_mode=entropy_mode,
             sampling_mask=batch.get("sampling_mask"),
             words=batch.get(REF_TOP_IDS, None),
+            routing=self.make_routing(batch),
         )
+
+    def load_model(self, dtype: torch.dtype, *, on_meta: bool = False) -> PreTrainedModel:
+        model = super().load_model(dtype, on_meta=on_meta)
+        if self.settings.router_replay != "off":
+            enable_router_replay(model, iter_layers(model))
+        return model
+
+    def make_routing(self, batch: TensorDict) -> Routing | None:
+        """Return the experts that routers replay or compare; without them, own ones are kept."""
+        mode = self.settings.router_replay
+        if mode == "off":
+            return None
+        return Routing(batch.get("routed_experts"), replays=mode != "measure")
 
     def compute_loss(
         self, forward: ForwardFunction, batch: TensorDict, *, version: int
@@ -230,7 +246,7 @@ class PolicyTask(TrainingTask):
         join = SampleJoiner(columns.get(EPISODE_COLUMN))
         if scores.word_logprobs is not None:
             columns = {**columns, "word_logprobs": scores.word_logprobs}
-        return policy_loss(
+        loss, sums = policy_loss(
             self.spec,
             self.settings,
             {name: join(column) for name, column in columns.items()},
@@ -238,6 +254,7 @@ class PolicyTask(TrainingTask):
             entropy=join(scores.entropy),
             version=version,
         )
+        return loss, sums | (scores.routing.sums if scores.routing else {})
 
     def correct_before_updates(
         self, logprobs: Tensor, columns: Mapping[str, Tensor], *, version: int
@@ -338,6 +355,7 @@ class TwoHeadedTask(PolicyTask):
     ) -> tuple[TokenScores, Tensor]:
         """Run the model once; return the tokens' logprobs and entropies, and their values."""
         ids, attention = batch["token_ids"], batch["attention_mask"]
+        routing = self.make_routing(batch)
         output = run_scoring_forward(
             forward,
             ids,
@@ -345,9 +363,11 @@ class TwoHeadedTask(PolicyTask):
             temperature=self.temperature,
             entropy_mode=self.entropy_mode,
             sampling_mask=batch.get("sampling_mask"),
+            routing=routing,
         )
         assert output.state_values is not None, "the model has two heads"
-        return shift_scores(output, attention), shift_right(output.state_values, attention)
+        scores = shift_scores(output, attention)._replace(routing=routing)
+        return scores, shift_right(output.state_values, attention)
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,17 @@ from vllm import SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMClientError
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCapturer,
+    bind_routed_experts_capturer,
+)
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from streamrl.data.chat_template import decode_ids, load_tokenizer
 from streamrl.distributed.devices import has_local_gpu, synchronize_stream
@@ -146,6 +152,8 @@ def _make_engine_args(spec: EngineSpec) -> Any:
     )
     if spec.starts_empty:
         arguments["load_format"] = "dummy"
+    # Only model runner V2 returns experts; `SlotExperts` records them on a CPU.
+    arguments["enable_return_routed_experts"] = spec.returns_experts and not on_cpu
     if on_cpu and spec.config.tensor_parallel > 1:
         arguments["worker_cls"] = "streamrl.engines.vllm.plain_worker.PlainCpuWorker"
     if spec.rank_group is not None:
@@ -379,6 +387,41 @@ def _read_sampling_masks(scores: Any, num_tokens: int) -> tuple[Sequence[float],
     return (logprobs[:, 0] - np.logaddexp.reduce(logprobs[:, 1:], axis=1)).tolist(), mask
 
 
+class SlotExperts(RoutedExpertsCapturer):
+    """Experts of each token in the KV cache of a CPU engine, by the token's slot.
+
+    So tokens of a prefix that several rollouts share have theirs, computed once.
+    """
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._runner = runner = engine.model_executor.driver_worker.worker.model_runner
+        groups = runner.kv_cache_config.kv_cache_groups
+        # Slots of sliding windows are reused while a rollout runs.
+        whole = [i for i, g in enumerate(groups) if type(g.kv_cache_spec) is FullAttentionSpec]
+        if not whole:
+            raise ValueError("algorithm.router_replay needs a layer with full attention")
+        self._group = whole[0]
+        self._layer_name = groups[self._group].layer_names[0]
+        self._block_size = groups[self._group].kv_cache_spec.block_size
+        num_slots = runner.kv_cache_config.num_blocks * self._block_size
+        super().__init__(num_slots, engine.vllm_config)
+        bind_routed_experts_capturer(runner.get_model(), self)
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        slots = get_forward_context().slot_mapping[self._layer_name][: len(topk_ids)]
+        self.device_buffer[slots, layer_id] = topk_ids.to(self.device_buffer.dtype)
+
+    def read(self, request_id: str, num_tokens: int) -> Array:
+        """Return the experts of a request that has just finished, uint8 [T, layers, k]."""
+        rows = self._runner.input_batch.req_id_to_index.items()
+        row = next(i for name, i in rows if name.startswith(f"{request_id}-"))
+        table = self._runner.input_batch.block_table[self._group].block_table.np[row]
+        positions = np.arange(num_tokens)
+        slots = table[positions // self._block_size] * self._block_size
+        experts = self.device_buffer[torch.from_numpy(slots + positions % self._block_size)]
+        return experts.to(torch.uint8).numpy()
+
+
 KV_CACHE_TAG = "kv_cache"
 """vLLM's tag of the KV cache in sleep mode."""
 
@@ -606,6 +649,8 @@ class EngineThread:
                 self._stop_conditions = StopConditions(self._spec.model_path, self._spec.config)
                 engine = build_vllm_engine(self._spec)
                 self._kv_memory = KvCacheMemory(engine)
+                records = self._spec.returns_experts and current_platform.is_cpu()
+                self._slot_experts = SlotExperts(engine) if records else None
                 self._weight_loader = make_weight_loader(engine, self._spec, model_info.parameters)
                 try:
                     self._resolve(self._started, model_info)
@@ -655,9 +700,22 @@ class EngineThread:
                 del command  # which may keep loaded weights alive
             if self._can_step(engine):
                 self._kv_memory.wake_up()
-                batch = [_to_sampled_sequence(o) for o in engine.step() if o.finished]
+                batch = [self._to_sampled(o) for o in engine.step() if o.finished]
                 if batch:
                     self._call_loop(self._on_sampled, batch)
+
+    def _to_sampled(self, output: Any) -> SampledSequence:
+        sampled = _to_sampled_sequence(output)
+        if not self._spec.returns_experts:
+            return sampled
+        num_tokens = len(output.prompt_token_ids) + len(sampled.token_ids)
+        chosen = output.outputs[0].routed_experts
+        if self._slot_experts is not None:
+            chosen = self._slot_experts.read(output.request_id, num_tokens - 1)
+        # The last token has none: it was sampled, but not yet computed.
+        experts = np.full((num_tokens, chosen[0].size), NO_ENTRY.astype(np.uint8))
+        experts[: len(chosen)] = chosen.reshape(len(chosen), -1)
+        return replace(sampled, wide={**sampled.wide, "routed_experts": experts})
 
     def _can_step(self, engine: VllmEngine) -> bool:
         return not self._is_paused and engine.has_unfinished_requests()

@@ -23,7 +23,8 @@ class EngineSpec:
     running rollouts, unless `should_keep_kv`. `rank_group` places a tensor-parallel engine on
     existing trainer ranks; without it, vLLM starts its own processes. With `starts_empty` the model
     directory's weights are not read: the first version has them. `seed` seeds vLLM itself; the
-    seeds of a group's `group_size` rollouts derive from `run_seed`.
+    seeds of a group's `group_size` rollouts derive from `run_seed`. With `returns_experts`,
+    rollouts have the experts of their tokens.
     """
 
     model_path: str
@@ -35,6 +36,7 @@ class EngineSpec:
     starts_empty: bool = False
     group_size: int = 1
     run_seed: int = 0
+    returns_experts: bool = False
 
 
 @asynccontextmanager
