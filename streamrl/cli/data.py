@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.cli.arguments.arg_types import parse_nonempty, parse_path
 from streamrl.cli.arguments.config_args import (
     add_file_options,
@@ -22,8 +23,10 @@ from streamrl.config.run_config import load_sections
 from streamrl.data.chat_template import load_tokenizer
 from streamrl.data.config import DataConfig, DataFile
 from streamrl.data.prompt_file import ClassifiedRow, PromptFile, PromptLimits, RowStatus
+from streamrl.environments.rendering.target_renderer import TargetRenderer
 from streamrl.errors import ConfigError
 from streamrl.files.printable_text import format_quantity
+from streamrl.messages import ROLLOUTS
 from streamrl.telemetry.progress import ProgressLine, show_progress
 
 if TYPE_CHECKING:
@@ -83,7 +86,7 @@ def validate_file(
     rows. Raises ConfigError for an unusable file, template or filter.
     """
     report, lengths, seen = FileReport(file.path), array("i"), set[bytes]()
-    prompts = PromptFile(file, lambda: tokenizer, limits)
+    prompts = PromptFile(file, lambda: tokenizer, limits, make_renderer=TargetRenderer)
     for row in track(prompts, len(prompts.table)):
         _add_row(report, row, seen)
         if row.problem is None:
@@ -126,6 +129,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_recipe_argument(parser, "the model, files and limits to use")
     add_file_options(parser)
+    parser.add_argument(
+        "--algorithm",
+        metavar="NAME",
+        help="algorithm to train, such as sft, whose rows need completions (default: the config's)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -158,9 +166,12 @@ def _validate_files(
 ) -> tuple[str, PromptLimits, list[FileReport]]:
     """Check the files of the command line; return the model and the limits that hold, too."""
     recipe = load_sections(arguments.config)
+    if arguments.algorithm:
+        recipe.algorithm = AlgorithmConfig(arguments.algorithm)
+    gives = recipe.algorithm.spec.trains_on
     files = parse_named_files(arguments, arguments.files, recipe.data) or (
         *recipe.data.train_files,
-        *recipe.data.eval_files,
+        *(recipe.data.eval_files if gives == ROLLOUTS else ()),
     )
     if not files:
         raise ConfigError("data check: name a file, or a --config with data.train or data.eval")
@@ -169,14 +180,14 @@ def _validate_files(
         raise ConfigError(
             "data check: give --model, or a --config with model.path; its tokenizer counts tokens"
         )
-    if arguments.config is None:
+    if arguments.config is None or gives != ROLLOUTS:
         # A prompt may be one token shorter than the context, and name any environment.
         recipe.generator.max_new_tokens = 1
     limits = recipe.make_prompt_limits(str(model), most_tokens=recipe.model.max_length)
-    if arguments.config is None:
+    if arguments.config is None or gives != ROLLOUTS:
         limits = replace(limits, environments=None)
     tokenizer, reports = load_tokenizer(str(model)), []
-    for file in files:
+    for file in (replace(file, gives=gives) for file in files):
         progress.describe(f"checking {Path(file.path).name}", unit="rows")
         reports.append(validate_file(file, tokenizer, limits, track=progress.track))
     return str(model), limits, reports

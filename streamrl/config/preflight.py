@@ -187,7 +187,11 @@ def open_prompt_files(
     """
     data, tokenizer = config.data, LazyTokenizer(config.model.path)
     limits = config.make_prompt_limits(config.model.path, most_tokens=config.model.max_length)
-    left_tokens = config.pipeline.micro_batch_tokens - config.max_completion_tokens
+    left_tokens: int | None = config.pipeline.micro_batch_tokens - config.max_completion_tokens
+    if config.reads_rows:
+        # The sample of a large file may lack the longest completion.
+        most = config.pipeline.micro_batch_tokens // config.max_rollouts_per_episode
+        limits, left_tokens = replace(limits, max_tokens=min(limits.max_tokens, most)), None
     # Loads the renderer of episodes, which most runs do not need.
     from streamrl.environments.rendering.target_renderer import TargetRenderer
 
@@ -542,7 +546,12 @@ def _collect_notes(
 ) -> tuple[str, ...]:
     """Return notes for the log: unused rows, a frozen policy, and epochs per file of the run."""
     notes = [note for opened in train.files for note in opened.notes]
-    if config.environment.isolate:
+    if config.reads_rows and (config.rewards or config.data.eval or config.environment.is_enabled):
+        notes.append(
+            f"{config.algorithm.name} trains on rows of the data: rewards, environment and"
+            " data.eval have no effect"
+        )
+    if config.environment.isolate and not config.reads_rows:
         notes.append(
             f"environment.isolate: a generator has up to {config.max_open_rollouts} processes of"
             " environments, one per open episode, from 26 MiB each; environment.open_episodes"

@@ -12,13 +12,13 @@ FORMATS = ("qwen2_5", "qwen3", "llama3", "mistral", "gemma", "deepseek", "toy")
 QUESTION = {"role": "user", "content": "1+2"}
 NEXT = {"role": "user", "content": "3+4"}
 FIRST, LAST = ({"role": "assistant", "content": text} for text in ("=3", "=7"))
-CALL = {"id": "call00000", "type": "function"}
-CALL |= {"function": {"name": "look_up", "arguments": {"word": "sun"}}}
+FUNCTION = {"name": "look_up", "arguments": {"word": "sun"}}
+CALL = {"id": "call00000", "type": "function", "function": FUNCTION}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "a star"}
 PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}}
-TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
-TOOL["function"]["description"] = "Look up a word."
+LOOK_UP = {"name": "look_up", "description": "Look up a word.", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": LOOK_UP}
 
 
 def make_row(*completions, tools=(), **fields):
@@ -38,7 +38,8 @@ def render(load_renderer, name, row, gives="targets"):
 
 def list_targets(tokenizer, ids, mask):
     """Return the texts of the runs of tokens that are targets."""
-    texts, last = [], False
+    texts: list[list[int]] = []
+    last = False
     for token, is_target in zip(ids, mask, strict=True):
         if is_target:
             texts += [] if last else [[]]
