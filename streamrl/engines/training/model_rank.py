@@ -135,11 +135,10 @@ class ModelRank:
 
         names: ref_logprobs, at the sampling temperature and with LoRA adapters switched off,
         perhaps with those of the likeliest words, or a critic's values. Entries are 0 where
-        loss_mask is false. The columns of a group must include
-        token_ids, loss_mask and lengths. On CPUs micro-batches have the rollouts of one group, so
-        the result does not depend on the other groups. Ranks may have different groups, or none. A
-        collective if the parameters are sharded. Raises ValueError if a rollout exceeds
-        `micro_batch_tokens`.
+        loss_mask is false. The columns of a group must include token_ids, loss_mask and lengths. On
+        CPUs micro-batches have the rollouts of one group, so the result does not depend on the
+        other groups. Ranks may have different groups, or none. A collective if the parameters are
+        sharded. Raises ValueError if a rollout exceeds `micro_batch_tokens`.
         """
         forward, module = self._backend.forward, self._backend.module
         columns_of = {str(number): columns for number, columns in enumerate(groups)}
@@ -155,12 +154,14 @@ class ModelRank:
                     columns_of, picks, derived=derived, token_columns=("token_ids",)
                 ).to(get_local_device())
                 for name, tensor in self._task.compute_columns(forward, batch, names).items():
-                    values = tensor.cpu().numpy().astype(get_column_spec(name).dtype)
+                    values = tensor.cpu().numpy().astype(get_column_spec(name).dtype, copy=False)
                     # A dummy micro-batch has a row but no pick.
                     for (uid, index), row in zip(picks, values, strict=bool(picks)):
                         mask = columns_of[uid]["loss_mask"]
-                        zeros = np.zeros((len(mask), *row.shape[1:]), row.dtype)
-                        column = results[uid].setdefault(name, zeros)
+                        if name not in results[uid]:
+                            shape = (len(mask), *row.shape[1:])
+                            results[uid][name] = np.zeros(shape, row.dtype)
+                        column = results[uid][name]
                         tokens = find_token_slice(columns_of[uid]["lengths"], index)
                         row = row[: tokens.stop - tokens.start]
                         column[tokens][mask[tokens]] = row[mask[tokens]]

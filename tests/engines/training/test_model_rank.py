@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamrl.algorithms import AlgorithmConfig
 from streamrl.dataflow import REF_LOGPROBS, TOP_COLUMNS
 from streamrl.engines.models import activation_checkpointing
 from streamrl.engines.models.chunked_head import TopWords
 from streamrl.engines.training import model_rank
+from streamrl.engines.training.collate import build_batch, derive_columns
+from streamrl.engines.training.tasks import PolicyTask
 from streamrl.messages import GroupInfo, check_column_sizes, columns_to_rollouts, measure_columns
 from streamrl.weights.parameters import LORA_A_SUFFIX, LORA_B_SUFFIX, LORA_SCALE
 from tests import forked
@@ -61,6 +64,38 @@ def test_a_reference_finds_the_likeliest_words_of_each_sampled_token(model_path)
     expected = torch.cat(ids).numpy() * mask[:, None], torch.cat(logprobs).numpy() * mask[:, None]
     np.testing.assert_array_equal(found["ref_top_ids"].reshape(-1, 3), expected[0])
     np.testing.assert_allclose(found["ref_top_logprobs"].reshape(-1, 3), expected[1], atol=2e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_student_gets_the_gradient_of_the_divergence_from_its_teacher(model_path, beta: float):
+    student, teacher = tiny_model(tied=True, seed=2), tiny_model(tied=True, seed=1)
+    words = student.config.vocab_size
+    config = AlgorithmConfig(name="gkd", params={"beta": beta, "top_k": words})
+    settings = config.to_settings(max_length=8, reward_weights={})
+    scorer = make_reference(model_path, top_words=TopWords(words, vocab_size=words))
+    names = (REF_LOGPROBS, *TOP_COLUMNS)
+    (scored,) = scorer.score_groups([COLUMNS], names, micro_batch_tokens=64)
+    group = {**COLUMNS, **scored}
+    task = PolicyTask(model_path, config.spec, settings, 0.8)
+    derived = derive_columns(config.spec, settings, {"a": group})
+    weight, losses = student.model.layers[0].mlp.up_proj.weight, []
+    for index in range(len(COLUMNS["lengths"])):
+        batch = build_batch(
+            {"a": group}, [("a", index)], derived=derived, token_columns=task.token_columns
+        )
+        losses.append(task.compute_loss(student, batch, version=0)[0])
+    total = torch.stack(losses).sum()
+    (found,) = torch.autograd.grad(total, weight)
+    expected = torch.zeros(())
+    for rollout in columns_to_rollouts(COLUMNS):
+        ids = torch.from_numpy(rollout.token_ids).long()[None]
+        q, p = ((model(ids).logits[0] / 0.8).log_softmax(-1) for model in (student, teacher))
+        first, second = (q, p) if beta else (p.detach(), q)
+        divergence = (first.exp() * (first - second)).sum(-1)[:-1]
+        expected = expected + divergence[torch.from_numpy(rollout.loss_mask[1:])].sum()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-4)
+    (gradient,) = torch.autograd.grad(expected, weight)
+    torch.testing.assert_close(found, gradient, atol=1e-5, rtol=1e-3)
 
 
 def test_mlps_compute_in_chunks_of_tokens(model_path: str, monkeypatch: pytest.MonkeyPatch):
