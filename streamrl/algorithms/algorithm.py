@@ -70,7 +70,6 @@ class AlgorithmSettings:
     kl_kind: str
     kl_in: str
     kl_target: float | None
-    kl_weighted: bool
     entropy_coef: float
     overlong_buffer: int
     overlong_factor: float

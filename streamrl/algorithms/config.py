@@ -48,6 +48,8 @@ LOSS_AGGREGATIONS = (
 )
 ROUTER_REPLAYS = ("off", "measure", "r2", "r3")
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+WEIGHTED_KL_KINDS = ("k1*", "k3*")
+"""Of k2 and abs the weighted gradient is not that of the KL divergence."""
 
 
 @dataclass
@@ -83,16 +85,15 @@ class AlgorithmConfig:
     time_step: Annotated[str, one_of(*TIME_STEPS)] = "token"
     #: Weight of the KL divergence from the reference; 0 runs no reference.
     kl_coef: Annotated[float, at_least(0)] = 0.0
-    #: Estimator of the KL divergence: k1, k2, k3, abs, k1+, k2+, k3+, abs+.
-    kl_kind: Annotated[str | None, one_of(*KL_KINDS)] = None
+    #: Estimator of the KL divergence: k1, k2, k3 or abs; k1+, k2+, k3+, abs+ with the gradient of
+    #: k2; k1*, k3* times the token's ratio of trained over sampling policy, unbiased for tokens of
+    #: an older policy (DeepSeek-V3.2).
+    kl_kind: Annotated[str | None, one_of(*KL_KINDS, *WEIGHTED_KL_KINDS)] = None
     #: Place of the KL penalty: loss or reward.
     kl_in: Annotated[str | None, one_of("loss", "reward")] = None
     #: Target KL divergence per token; kl_coef adapts to reach it, by at most 20 % in 10,000
     #: rollouts. Null keeps kl_coef fixed.
     kl_target: Annotated[float | None, above(0)] = None
-    #: Multiply the KL estimate in the loss by the token's ratio of trained over sampling policy,
-    #: with gradient: unbiased for tokens of an older policy (DeepSeek-V3.2).
-    kl_weighted: bool = False
     #: Weight of the entropy bonus in the loss.
     entropy_coef: Annotated[float, at_least(0)] = 0.0
     #: Weight of the pretraining loss on the texts of data.pretrain; 0: none.
@@ -165,10 +166,10 @@ class AlgorithmConfig:
             " group",
         )
         yield (
-            self.kl_in == "reward" and kind.endswith("+"),
+            self.kl_in == "reward" and kind.endswith(("+", "*")),
             "kl_kind",
-            "'+' changes only the gradient, which kl_in=reward does not use. Set"
-            f" algorithm.kl_kind={kind.removesuffix('+')}.",
+            "'+' and '*' are for the gradient, which kl_in=reward does not use. Set"
+            f" algorithm.kl_kind={kind.rstrip('+*')}.",
         )
         yield (
             self.kl_coef and self.kl_in == "reward" and "ref_logprobs" in row.columns,
@@ -179,17 +180,6 @@ class AlgorithmConfig:
             self.kl_target is not None and not self.kl_coef,
             "kl_target",
             "needs algorithm.kl_coef above 0 as the initial weight",
-        )
-        yield (
-            self.kl_weighted and not (self.kl_coef and self.kl_in == "loss"),
-            "kl_weighted",
-            "has no effect without algorithm.kl_coef above 0 and kl_in=loss. Remove it.",
-        )
-        yield (
-            self.kl_weighted and kind not in ("k1", "k3"),
-            "kl_weighted",
-            f"the gradient of weighted {kind} is not that of the KL divergence. Set"
-            " algorithm.kl_kind to k1 or k3.",
         )
         for key, shapes_score in (("overlong_buffer", True), ("kl_coef", self.kl_in == "reward")):
             yield (

@@ -213,10 +213,11 @@ def policy_loss(
     if turn_tokens is not None:
         sums["num_turns"] = (mask / turn_tokens.clamp(min=1).double()).sum()
     if settings.kl_coef or "ref_logprobs" in row.columns:
-        kl = kl_estimate(current, apply_mask(batch["ref_logprobs"], mask), settings.kl_kind)
+        kind, weighted = settings.kl_kind.removesuffix("*"), settings.kl_kind.endswith("*")
+        kl = kl_estimate(current, apply_mask(batch["ref_logprobs"], mask), kind)
         sums["kl_ref_sum"] = apply_mask(kl, mask).sum()
         if settings.kl_coef and settings.kl_in == "loss":
-            if settings.kl_weighted:
+            if weighted:
                 kl = kl * probability_ratio(current - sampling)
             losses_by_part["kl"] = settings.kl_coef * kl
     summed_losses = {

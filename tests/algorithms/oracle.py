@@ -76,7 +76,7 @@ def ratio(x: float) -> float:
 def divergence(x: float, kind: str) -> float:
     """Return the KL estimate at the log-ratio x of policy to reference."""
     values = {"k1": x, "k2": x * x / 2, "k3": ratio(-x) + x - 1, "abs": abs(x)}
-    return values[kind.removesuffix("+")]
+    return values[kind.rstrip("+*")]
 
 
 def clamp(x: float, low: float | None, high: float | None) -> float:
@@ -822,7 +822,7 @@ def make_loss(
             )
             if settings.kl_coef and settings.kl_in == "loss":
                 weight = settings.kl_coef
-                if settings.kl_weighted:
+                if settings.kl_kind.endswith("*"):
                     weight *= math.exp(now[i] - token.generator_logprobs)
                 part += weight * penalize(token, now[i], settings.kl_kind)
             total += kept[i] * factors[i] * part

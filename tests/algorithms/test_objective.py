@@ -28,7 +28,7 @@ CONFIGS = [
     AlgorithmConfig(kl_coef=0.1, entropy_coef=0.02, mask_truncated=True, overlong_buffer=4),
     AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_kind="k1", advantage_scale="batch"),
     AlgorithmConfig(name="dapo", kl_coef=0.1, correction=EVERYTHING),
-    AlgorithmConfig(kl_coef=0.1, kl_weighted=True),
+    AlgorithmConfig(kl_coef=0.1, kl_kind="k3*"),
     AlgorithmConfig(name="cispo", correction=CorrectionConfig(reject="k3", reject_high=0.1)),
 ]
 
@@ -189,7 +189,7 @@ def test_the_weighted_kl_of_an_older_policys_tokens_has_the_gradient_of_the_kl(k
     logits = torch.tensor([0.1, -0.4, 0.7], requires_grad=True)
     policy = logits.softmax(-1)
     (policy * (policy / reference).log()).sum().backward()
-    config = AlgorithmConfig(name="dapo", kl_coef=1.0, kl_kind=kind, kl_weighted=True)
+    config = AlgorithmConfig(name="dapo", kl_coef=1.0, kl_kind=f"{kind}*")
     batch = {
         "loss_mask": torch.ones(1, 1, dtype=torch.bool),
         "advantages": torch.zeros(1),

@@ -119,7 +119,7 @@ def list_configs() -> dict[str, AlgorithmConfig]:
         **{mode: configure(loss_aggregation=mode, kl_coef=0.1) for mode in LOSS_AGGREGATIONS},
         **{f"scale {s}": configure(advantage_scale=s, kl_coef=0.1) for s in ADVANTAGE_SCALES},
         **{
-            f"weighted {kind}": configure("dapo", kl_coef=0.3, kl_kind=kind, kl_weighted=True)
+            f"weighted {kind}": configure("dapo", kl_coef=0.3, kl_kind=f"{kind}*")
             for kind in ("k1", "k3")
         },
         **{f"loss {kind}": configure(kl_coef=0.3, kl_kind=kind) for kind in KL_KINDS},
@@ -164,7 +164,7 @@ def draw_config(name: str, seed: int) -> AlgorithmConfig:
         "whiten_advantages": (False, name != "opo"),
         "kl_coef": (0.3,) if in_reward else (0.0, 0.3),
         "kl_in": ("reward",) if in_reward else ("loss",),
-        "kl_kind": KL_KINDS[:4] if in_reward else KL_KINDS,
+        "kl_kind": KL_KINDS[:4] if in_reward else (*KL_KINDS, "k3*"),
         "overlong_buffer": (0,) if name == "gdpo" else (0, 4),
         "top_entropy": (None, None, 0.4),
         "dual_clip": (None,)

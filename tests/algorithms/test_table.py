@@ -105,12 +105,7 @@ def test_advantages_are_derived_from_few_columns(settings, columns):
             {"name": "sapo", "params": {"temperature_negative": "hot"}},
             "must be a number",
         ),
-        (AlgorithmConfig, {"kl_weighted": True}, "kl_weighted=true: has no effect without"),
-        (
-            AlgorithmConfig,
-            {"kl_weighted": True, "kl_coef": 0.1, "kl_kind": "k2"},
-            "weighted k2 is not .* to k1 or k3",
-        ),
+        (AlgorithmConfig, {"kl_coef": 0.1, "kl_kind": "k2*"}, "kl_kind=k2\\*: must be one of"),
         (CorrectionConfig, {"normalize_weights": True}, "no effect with weights=none"),
         (CorrectionConfig, {"weights": "token"}, "weights=token: .* Set correction.proximal=train"),
         (CorrectionConfig, {"reject": "k1"}, "reject=k1: needs reject_low or reject_high"),
