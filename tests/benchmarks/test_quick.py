@@ -41,6 +41,7 @@ LONG = {
         for role in ("policy", "critic", "reference", "reward")
         for figure in ("loaded", "scored", "parameters")
     ),
+    "router_replay": ("runs/*/mismatch_frac/median", "runs/*/chi2/median", "runs/0/kl/largest"),
     "overlap": (
         *("empty/call_s", "empty/max_staleness_1/step_per_call", "*/max_staleness_1/step_s"),
         *("sleeps/max_staleness_1/busy_s/generate", "*/step_s_mean", "*/tokens_per_s"),
