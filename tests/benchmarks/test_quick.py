@@ -30,6 +30,7 @@ LONG = {
         *("virtual/task_us", "virtual/largest_over_smallest", "virtual/8 groups/*"),
         *("virtual/32 groups/us_per_group/*", "virtual/32 groups/shard_calls_per_group"),
     ),
+    "warm_start": ("untrained_pass_at_8/largest", "warm_after/median", "cold_after/largest"),
     "credit": ("runs/*/pass_at_1/median", "runs/1/over_episode", "runs/0/reward/largest"),
     "data": ("jsonl/*check*_s", "parquet/check_s", "jsonl/prompts_per_s", "parquet/prompts_per_s"),
     "filtering": ("*/filtered_50_gated_auto/over_unfiltered",),
