@@ -11,24 +11,21 @@ if __name__ == "__main__":  # a script run by path has only its own folder on sy
 from examples.toy_models.building import Build
 
 if TYPE_CHECKING:
-    from examples.toy_models.lessons import PretrainingRecipe
+    from examples.toy_models.training import TrainingRecipe
 
 
 def write_contents(
-    folder: Path, seed: int, recipe: "PretrainingRecipe | None" = None
+    folder: Path, seed: int, recipe: "TrainingRecipe | None" = None
 ) -> dict[str, Any]:
     """Write the rows, the base model and its pretraining texts, some with mistakes."""
     from examples.arithmetic.problems import make_rows
     from examples.arithmetic.training import LESSONS, RECIPE
     from examples.toy_models.base_model import make_base_model
-    from examples.toy_models.lessons import render_prompt
-    from examples.toy_models.rows import write_rows
-    from examples.toy_models.small_qwen2 import make_tokenizer
+    from examples.toy_models.rows import get_question, write_rows
 
-    recipe = recipe or RECIPE
-    rows, tokenizer, rng = make_rows(seed=seed), make_tokenizer(), random.Random(seed)
+    recipe, rows, rng = recipe or RECIPE, make_rows(seed=seed), random.Random(seed)
     texts = [
-        render_prompt(row, tokenizer) + LESSONS.write(row, rng, recipe.slip_rate)
+        f"<bos>{get_question(row)}{LESSONS.opening}{LESSONS.write(row, rng, recipe.slip_rate)}"
         for row in rows["train"]
     ]
     write_rows([{"text": text} for text in texts], folder / "pretrain")

@@ -3,13 +3,12 @@
 import random
 import re
 
-from examples.toy_models.lessons import Lessons, PretrainingRecipe
+from examples.toy_models.base_model import Lessons
 from examples.toy_models.rows import Row, get_question
+from examples.toy_models.training import TrainingRecipe
 
 # A problem of three numbers has two operations that may be wrong.
-RECIPE = PretrainingRecipe(
-    num_clean_steps=300, num_slip_steps=80, slip_rate=0.33, bar={"eval_greedy": 0.85}
-)
+RECIPE = TrainingRecipe(num_steps=350, slip_rate=0.28, bar={"eval_greedy": 0.85})
 SLIPS = (-1, 1)
 # The number after the last equals sign: "12-3=9" answers 9.
 ANSWER = re.compile(r"(?:\A|=)(-?\d+)\Z")

@@ -10,22 +10,21 @@ if __name__ == "__main__":  # a script run by path has only its own folder on sy
 from examples.toy_models.building import Build
 
 if TYPE_CHECKING:
-    from examples.toy_models.demonstrations import DemonstrationRecipe
+    from examples.toy_models.training import TrainingRecipe
 
 
 def write_contents(
-    folder: Path, seed: int, recipe: "DemonstrationRecipe | None" = None
+    folder: Path, seed: int, recipe: "TrainingRecipe | None" = None
 ) -> dict[str, Any]:
     """Write the rows and the base model."""
     from examples.calculator.problems import make_rows
-    from examples.calculator.training import RECIPE, demonstrate, measure_model
-    from examples.toy_models.demonstrations import make_turns_model
+    from examples.calculator.training import LESSONS, RECIPE
+    from examples.toy_models.base_model import make_base_model
 
-    rows = make_rows(seed=seed)
-    return make_turns_model(folder, rows, demonstrate, measure_model, recipe or RECIPE, seed=seed)
+    return make_base_model(folder, make_rows(seed=seed), LESSONS, recipe or RECIPE, seed=seed)
 
 
-BUILD = Build("calculator", Path(__file__).parent / "build", format=2, fill=write_contents)
+BUILD = Build("calculator", Path(__file__).parent / "build", format=3, fill=write_contents)
 
 if __name__ == "__main__":
     BUILD.main()

@@ -7,17 +7,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.calculator.calculator import Calculator
 from examples.calculator.problems import MIN_PRODUCT
-from examples.toy_models.demonstrations import (
-    Conversation,
-    DemonstrationRecipe,
-    measure_likeliest,
-)
-from examples.toy_models.episodes import PlayedEpisode, play_episodes
+from examples.toy_models.base_model import Conversation, TurnLessons
+from examples.toy_models.episodes import PlayedEpisode, measure_likeliest, play_episodes
 from examples.toy_models.rows import Row, get_question
+from examples.toy_models.training import TrainingRecipe
 
-RECIPE = DemonstrationRecipe(
-    num_steps=600, demonstrations_per_step=64, lr=3e-3, bar={"likeliest": 0.98}
-)
+RECIPE = TrainingRecipe(num_steps=300, lr=6e-3, hidden_size=64, bar={"likeliest": 0.98})
 CALL_RATE = 0.5
 CALL_TYPO_RATE = 0.1
 ANSWER_TYPO_RATE = 0.15
@@ -29,7 +24,7 @@ MAX_TURNS = 2
 MAX_NEW_TOKENS = 24
 
 
-def demonstrate(row: Row, rng: random.Random) -> Conversation:
+def demonstrate(row: Row, rng: random.Random, _slip_rate: float = 0.0) -> Conversation:
     """Return a conversation that calls the tool and copies its result, or answers at random."""
     question = get_question(row)
     if rng.random() >= CALL_RATE:
@@ -62,12 +57,13 @@ def answer_call(reply: str) -> dict[str, str] | None:
 
 
 def measure_model(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits: dict[str, list[Row]]
 ) -> dict[str, float]:
     """Return the fractions of episodes with a call, with the row's own call, and solved.
 
     "likeliest" is the fraction of rows whose own call and right answer are the likeliest text.
     """
+    rows = splits["eval"]
     episodes = [PlayedEpisode([TOOLS, *row["prompt"]], answer_call) for row in rows]
     play_episodes(model, tokenizer, episodes, max_turns=MAX_TURNS, max_new_tokens=MAX_NEW_TOKENS)
     calls = [CALL_PATTERN.search(episode.replies[0]) for episode in episodes]
@@ -101,3 +97,6 @@ def write_call(row: Row, expression: str, answer: str) -> Conversation:
         {"role": "tool", "content": Calculator().calculate(expression)},
         {"role": "assistant", "content": answer},
     ]
+
+
+LESSONS = TurnLessons(demonstrate, measure_model)

@@ -10,11 +10,11 @@ if __name__ == "__main__":  # a script run by path has only its own folder on sy
 from examples.toy_models.building import Build
 
 if TYPE_CHECKING:
-    from examples.toy_models.lessons import PretrainingRecipe
+    from examples.toy_models.training import TrainingRecipe
 
 
 def write_contents(
-    folder: Path, seed: int, recipe: "PretrainingRecipe | None" = None
+    folder: Path, seed: int, recipe: "TrainingRecipe | None" = None
 ) -> dict[str, Any]:
     """Write the rows and the base model."""
     from examples.code.rows import make_rows
@@ -24,7 +24,7 @@ def write_contents(
     return make_base_model(folder, make_rows(seed=seed), LESSONS, recipe or RECIPE, seed=seed)
 
 
-BUILD = Build("code", Path(__file__).parent / "build", format=1, fill=write_contents)
+BUILD = Build("code", Path(__file__).parent / "build", format=2, fill=write_contents)
 
 if __name__ == "__main__":
     BUILD.main()

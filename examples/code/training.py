@@ -4,16 +4,11 @@ import random
 from functools import cache
 
 from examples.code.problems import CodeProblem, list_problems
-from examples.toy_models.lessons import Lessons, PretrainingRecipe
+from examples.toy_models.base_model import Lessons
 from examples.toy_models.rows import Row, get_question
+from examples.toy_models.training import TrainingRecipe
 
-RECIPE = PretrainingRecipe(
-    num_clean_steps=200,
-    num_slip_steps=40,
-    slip_rate=0.5,
-    rows_per_step=64,
-    bar={"eval_greedy": 0.85},
-)
+RECIPE = TrainingRecipe(num_steps=250, slip_rate=0.5, bar={"eval_greedy": 0.85})
 DELETABLE_SIGNS = "()[]:,"
 NAMES = ("sum", "max", "min", "len")
 

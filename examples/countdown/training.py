@@ -4,16 +4,11 @@ import random
 
 from examples.countdown.problems import list_solutions
 from examples.countdown.reward import compute_score
-from examples.toy_models.lessons import Lessons, PretrainingRecipe
+from examples.toy_models.base_model import Lessons
 from examples.toy_models.rows import Row
+from examples.toy_models.training import TrainingRecipe
 
-RECIPE = PretrainingRecipe(
-    num_clean_steps=450,
-    num_slip_steps=50,
-    slip_rate=0.5,
-    clean_lr=3e-3,
-    bar={"eval_greedy": 0.2},
-)
+RECIPE = TrainingRecipe(num_steps=400, slip_rate=0.4, bar={"eval_greedy": 0.2})
 MAX_SLIP_DISTANCE = 9
 
 

@@ -6,22 +6,17 @@ from functools import partial
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from examples.guess.guess import GUESS, MAX_GUESSES, Guess
-from examples.toy_models.demonstrations import Conversation, DemonstrationRecipe
+from examples.toy_models.base_model import Conversation, TurnLessons
 from examples.toy_models.episodes import PlayedEpisode, play_episodes
 from examples.toy_models.rows import Row
+from examples.toy_models.training import TrainingRecipe
 from streamrl.environments.interface import Reply
 
-RECIPE = DemonstrationRecipe(
-    num_demonstrations=32_768,
-    num_steps=1200,
-    demonstrations_per_step=64,
-    lr=6e-3,
-    bar={"sensible": 0.985},
-)
+RECIPE = TrainingRecipe(num_steps=600, hidden_size=64, lr=1.5e-2, bar={"sensible": 0.985})
 MAX_NEW_TOKENS = 3
 
 
-def demonstrate(row: Row, rng: random.Random) -> Conversation:
+def demonstrate(row: Row, rng: random.Random, _slip_rate: float = 0.0) -> Conversation:
     """Return a game in which every guess lies in the interval that is left."""
     game = Guess()
     game.reset(row, seed=rng.randrange(2**32))
@@ -36,12 +31,13 @@ def demonstrate(row: Row, rng: random.Random) -> Conversation:
 
 
 def measure_model(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, splits: dict[str, list[Row]]
 ) -> dict[str, float]:
     """Return the fraction of games won, and how many guesses a game takes on average.
 
     "sensible" is the fraction of guesses that lie in the interval that is left.
     """
+    rows = splits["eval"]
     games = [Guess() for _ in rows]
     episodes = []
     for seed, (game, row) in enumerate(zip(games, rows, strict=True)):
@@ -70,3 +66,6 @@ def answer_guess(game: Guess, reply: str) -> dict[str, str] | None:
     """Return the environment's message after a reply; None if the game is over."""
     turn = game.step(Reply(reply))
     return None if turn.done else {"role": "user", "content": str(turn.observation)}
+
+
+LESSONS = TurnLessons(demonstrate, measure_model)

@@ -3,26 +3,23 @@
 import argparse
 import json
 import random
+import tempfile
 from pathlib import Path
 
 import torch
+from transformers import Qwen2ForCausalLM
 
+from examples.toy_models.base_model import Conversation
 from examples.toy_models.building import repeat_until_reached
-from examples.toy_models.demonstrations import (
-    Conversation,
-    DemonstrationRecipe,
-    measure_likeliest,
-    train_on_demonstrations,
-)
-from examples.toy_models.lessons import report_losses
+from examples.toy_models.episodes import measure_likeliest
 from examples.toy_models.small_qwen2 import (
     CHARACTERS,
     MAX_TOKENS,
-    TURNS_TEMPLATE,
-    make_tokenizer,
+    make_turns_tokenizer,
     make_untrained,
     save_model,
 )
+from examples.toy_models.training import TrainingRecipe, train_on_rows
 
 NUM_HELD_OUT = 256
 MIN_CONVERSATIONS = 4 * NUM_HELD_OUT
@@ -58,19 +55,26 @@ def read_conversations(path: Path) -> list[Conversation]:
     return conversations
 
 
-def make_model(path: Path, out: Path, recipe: DemonstrationRecipe, *, seed: int) -> None:
+def make_model(path: Path, out: Path, recipe: TrainingRecipe, *, seed: int) -> None:
     """Train on all conversations but the first NUM_HELD_OUT, on which the model is measured."""
     if out.exists():
         raise SystemExit(f"{out}: exists; remove it or choose another --out")
     conversations = read_conversations(path)
     held_out, shown = conversations[:NUM_HELD_OUT], conversations[NUM_HELD_OUT:]
-    tokenizer = make_tokenizer(chat_template=TURNS_TEMPLATE)
+    tokenizer = make_turns_tokenizer()
 
     def attempt(model_seed: int) -> dict[str, float]:
-        model = make_untrained(tokenizer, seed=model_seed, hidden_size=recipe.hidden_size)
         rng = random.Random(model_seed)
-        report_losses(train_on_demonstrations(model, tokenizer, shown, recipe, rng), task=path.stem)
-        save_model(model, tokenizer, out)
+        rows = [
+            {"messages": messages}
+            for _ in range(recipe.num_steps)
+            for messages in rng.sample(shown, recipe.rows_per_step)
+        ]
+        with tempfile.TemporaryDirectory() as untrained:
+            model = make_untrained(tokenizer, seed=model_seed, hidden_size=recipe.hidden_size)
+            save_model(model, tokenizer, Path(untrained))
+            train_on_rows(Path(untrained), rows, out, recipe, seed=model_seed)
+        model = Qwen2ForCausalLM.from_pretrained(out)
         return {"likeliest": measure_likeliest(model, tokenizer, held_out)}
 
     repeat_until_reached(attempt, recipe.bar, task=path.stem, seed=seed)
@@ -81,9 +85,9 @@ def main() -> None:
     arguments = make_parser().parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    recipe = DemonstrationRecipe(
+    recipe = TrainingRecipe(
         num_steps=arguments.steps,
-        demonstrations_per_step=64,
+        rows_per_step=64,
         lr=arguments.lr,
         hidden_size=arguments.hidden_size,
         bar={"likeliest": arguments.bar},

@@ -64,6 +64,11 @@ def make_tokenizer(
     )
 
 
+def make_turns_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer whose chat template has many turns."""
+    return make_tokenizer(chat_template=TURNS_TEMPLATE)
+
+
 def make_untrained(
     tokenizer: PreTrainedTokenizerFast, *, seed: int, hidden_size: int = 128
 ) -> Qwen2ForCausalLM:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.toy_models.demonstrations import DemonstrationRecipe
 from examples.toy_models.make_model import NUM_HELD_OUT, make_model, read_conversations
+from examples.toy_models.training import TrainingRecipe
 
-RECIPE = DemonstrationRecipe(num_steps=2, demonstrations_per_step=4)
+UNTRAINED = TrainingRecipe(num_steps=0)
 
 
 def write_demonstrations(path: Path, *others: list[dict[str, str]]) -> Path:
@@ -23,13 +23,13 @@ def write_demonstrations(path: Path, *others: list[dict[str, str]]) -> Path:
 def test_conversations_become_a_model_that_transformers_loads(tmp_path: Path):
     out = tmp_path / "models" / "mine"
     path = write_demonstrations(tmp_path / "demos.jsonl")
-    make_model(path, out, RECIPE, seed=0)
+    make_model(path, out, UNTRAINED, seed=0)
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "qwen2"
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
     text = AutoTokenizer.from_pretrained(out).apply_chat_template(messages, tokenize=False)
     assert text == "<bos>ab\nba<eos>"
     with pytest.raises(SystemExit, match="exists"):
-        make_model(path, out, RECIPE, seed=0)
+        make_model(path, out, UNTRAINED, seed=0)
 
 
 @pytest.mark.parametrize(

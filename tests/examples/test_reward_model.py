@@ -4,23 +4,28 @@ import json
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from examples.arithmetic import make as arithmetic_make
 from examples.reward_model import make
-from examples.reward_model.training import RewardModelRecipe, compute_logits, render_conversation
+from examples.reward_model.training import compute_logits, render_conversation
 from examples.toy_models import building
-from tests.examples.test_tasks import PRETRAINING
+from examples.toy_models.training import TrainingRecipe
+from tests.examples.test_tasks import UNTRAINED
 
 
-def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path: Path):
+@pytest.mark.parametrize("num_steps", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(
+    tmp_path: Path, num_steps: int
+):
     arithmetic, out = tmp_path / "arithmetic", tmp_path / "build"
-    fill = partial(arithmetic_make.write_contents, recipe=PRETRAINING)
+    fill = partial(arithmetic_make.write_contents, recipe=UNTRAINED)
     building.Build("arithmetic", arithmetic, format=2, fill=fill).make(arithmetic, seed=0)
-    recipe = RewardModelRecipe(num_steps=2, rows_per_step=4, num_measured=4)
+    recipe = TrainingRecipe(num_steps=num_steps, rows_per_step=4, num_measured=4)
     fill = partial(make.write_contents, recipe=recipe, arithmetic=arithmetic)
-    building.Build("reward_model", out, format=1, fill=fill).make(out, seed=0)
+    building.Build("reward_model", out, format=2, fill=fill).make(out, seed=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["arithmetic", "build"]
     measured = json.loads((out / "made.json").read_text())["measured"]
     assert measured.keys() == {"train_ranking", "eval_ranking"}

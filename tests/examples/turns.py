@@ -2,12 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from examples.toy_models.demonstrations import (
-    Conversation,
-    encode_conversation,
-)
-from examples.toy_models.lessons import IGNORED
-from examples.toy_models.small_qwen2 import TURNS_TEMPLATE, make_tokenizer
+from examples.toy_models.base_model import Conversation
+from examples.toy_models.episodes import encode_conversation
+from examples.toy_models.small_qwen2 import make_turns_tokenizer
 from streamrl.data.chat_template import load_chat_template
 from streamrl.environments.interface import ToolSchema
 from streamrl.environments.rendering.turn_renderer import TurnRenderer
@@ -15,7 +12,7 @@ from streamrl.environments.rendering.turn_renderer import TurnRenderer
 
 def make_renderer() -> TurnRenderer:
     """Return the renderer of the tasks' base models."""
-    tokenizer = make_tokenizer(chat_template=TURNS_TEMPLATE)
+    tokenizer = make_turns_tokenizer()
     return TurnRenderer(tokenizer, load_chat_template("model", tokenizer))
 
 
@@ -31,15 +28,15 @@ def check_demonstrations(
     for messages in demonstrations:
         opening, turns = messages[: num_prompt + len(tools)], messages[num_prompt + len(tools) :]
         stream = renderer.render_prompt(opening[len(tools) :], tools).tolist()
-        labels = [IGNORED] * len(stream)
+        is_learned = [False] * len(stream)
         for message, following in zip(turns, [*turns[1:], None], strict=True):
             if message["role"] != "assistant":
                 continue
             sampled = [*tokenizer(message["content"]).input_ids, tokenizer.eos_token_id]
             stream += sampled
-            labels += sampled
+            is_learned += [True] * len(sampled)
             if following is not None:
                 bridge = renderer.render_bridge(sampled, [following], is_cut=False).token_ids
                 stream += bridge.tolist()
-                labels += [IGNORED] * len(bridge)
-        assert encode_conversation(messages, tokenizer) == (stream, labels)
+                is_learned += [False] * len(bridge)
+        assert encode_conversation(messages, tokenizer) == (stream, is_learned)
