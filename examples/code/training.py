@@ -8,7 +8,7 @@ from examples.toy_models.base_model import Lessons
 from examples.toy_models.rows import Row, get_question
 from examples.toy_models.training import TrainingRecipe
 
-RECIPE = TrainingRecipe(num_steps=200, slip_rate=0.5, bar={"eval_greedy": 0.85})
+RECIPE = TrainingRecipe(num_steps=250, slip_rate=0.5, bar={"eval_greedy": 0.85})
 DELETABLE_SIGNS = "()[]:,"
 NAMES = ("sum", "max", "min", "len")
 

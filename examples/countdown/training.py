@@ -8,7 +8,7 @@ from examples.toy_models.base_model import Lessons
 from examples.toy_models.rows import Row
 from examples.toy_models.training import TrainingRecipe
 
-RECIPE = TrainingRecipe(num_steps=400, slip_rate=0.4, bar={"eval_greedy": 0.2})
+RECIPE = TrainingRecipe(num_steps=400, slip_rate=0.5, bar={"eval_greedy": 0.2})
 MAX_SLIP_DISTANCE = 9
 
 
