@@ -12,7 +12,7 @@ from examples.toy_models.rows import Row
 from examples.toy_models.training import TrainingRecipe
 from streamrl.environments.interface import Reply
 
-RECIPE = TrainingRecipe(num_steps=600, hidden_size=64, lr=1.5e-2, bar={"sensible": 0.985})
+RECIPE = TrainingRecipe(num_steps=1000, hidden_size=64, lr=1.5e-2, bar={"sensible": 0.985})
 MAX_NEW_TOKENS = 3
 
 
