@@ -31,6 +31,7 @@ LONG = {
         *("virtual/32 groups/us_per_group/*", "virtual/32 groups/shard_calls_per_group"),
     ),
     "warm_start": ("untrained_pass_at_8/largest", "warm_after/median", "cold_after/largest"),
+    "distill": ("seeds/0/bound", "seeds/0/scores/gkd/1", "seeds/0/scores/grpo/0"),
     "credit": ("runs/*/pass_at_1/median", "runs/1/over_episode", "runs/0/reward/largest"),
     "data": ("jsonl/*check*_s", "parquet/check_s", "jsonl/prompts_per_s", "parquet/prompts_per_s"),
     "filtering": ("*/filtered_50_gated_auto/over_unfiltered",),
