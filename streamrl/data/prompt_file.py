@@ -55,6 +55,8 @@ class RowRenderer(Protocol):
 MakeRenderer = Callable[["PreTrainedTokenizerBase", ChatTemplate, str], RowRenderer]
 PromptFilter = Callable[[Prompt, str], bool]
 """Takes a prompt and its location for errors; returns whether to keep the prompt."""
+MAX_RENDERED_ROWS = 50_000
+"""Rows with completions of a file that are kept rendered; several turns take milliseconds."""
 RECORDED_FOLDER = "rollouts"
 """Folder of a run directory with its recorded rollouts."""
 RENDER_BATCH_ROWS = 512
@@ -152,6 +154,7 @@ class PromptFile:
         self.file = file
         self.limits = limits
         self._make_renderer = make_renderer if file.gives != ROLLOUTS else None
+        self._rendered: dict[int, RenderedRow | ConfigError] = {}
         recorded = os.path.join(file.path, RECORDED_FOLDER)
         is_run = self._make_renderer and os.path.isdir(recorded)
         self.table = open_table(recorded if is_run else file.path, file.split)
@@ -204,7 +207,14 @@ class PromptFile:
     ) -> Sequence[RenderedRow | ConfigError]:
         """Render rows to the token ids of prompts, with the targets that they give."""
         if self._make_renderer is not None:
-            return [_catch_config_error(self._renderer.render_row, row) for row in rows]
+            for row in rows:
+                if row.index not in self._rendered:
+                    rendered = _catch_config_error(self._renderer.render_row, row)
+                    self._rendered[row.index] = rendered
+            found = [self._rendered[row.index] for row in rows]
+            if len(self._rendered) > MAX_RENDERED_ROWS:
+                self._rendered.clear()
+            return found
         rendered = _render_token_ids(self._tokenizer(), rows, template)
         return [ids if isinstance(ids, ConfigError) else (ids, ()) for ids in rendered]
 
