@@ -397,7 +397,7 @@ class SlotExperts(RoutedExpertsCapturer):
         self._runner = runner = engine.model_executor.driver_worker.worker.model_runner
         groups = runner.kv_cache_config.kv_cache_groups
         # Slots of sliding windows are reused while a rollout runs.
-        whole = [i for i, g in enumerate(groups) if type(g.kv_cache_spec) is FullAttentionSpec]
+        whole = [i for i, g in enumerate(groups) if isinstance(g.kv_cache_spec, FullAttentionSpec)]
         if not whole:
             raise ValueError("algorithm.router_replay needs a layer with full attention")
         self._group = whole[0]
