@@ -307,9 +307,7 @@ def describe_prompt(prompt: Prompt) -> str:
 
 def prompt_from_parts(uid: str, tokens: bytes, *rest: Any) -> Prompt:
     """Build a prompt from its fields in order; `tokens` are the bytes of int32 [P]."""
-    prompt = Prompt(uid, np.frombuffer(tokens, np.int32), *rest)
-    # A journal has tuples as lists.
-    return msgspec.structs.replace(prompt, targets=tuple(map(tuple, prompt.targets)))
+    return Prompt(uid, np.frombuffer(tokens, np.int32), *rest)
 
 
 def make_uid(epoch: int, index: int, attempt: int = 0) -> str:

@@ -32,7 +32,7 @@ def write_contents(
     return make_base_model(folder, rows, LESSONS, recipe, seed=seed)
 
 
-BUILD = Build("arithmetic", Path(__file__).parent / "build", format=2, fill=write_contents)
+BUILD = Build("arithmetic", Path(__file__).parent / "build", format=3, fill=write_contents)
 
 if __name__ == "__main__":
     BUILD.main()

@@ -155,7 +155,8 @@ _EXTENSION_DECODERS: Mapping[int, Callable[[bytes], Any]] = {
 
 def encode_prompt(prompt: Prompt) -> bytes:
     """Encode a prompt as msgpack. Raises TypeError naming a value of an unsupported type."""
-    uid, tokens, *rest = msgspec.structs.astuple(prompt)
+    uid, tokens, *rest, targets = msgspec.structs.astuple(prompt)
+    rest += [targets] if targets else []
     return _to_msgpack((uid, tokens.tobytes(), *map(_to_plain, rest)))
 
 
