@@ -11,7 +11,6 @@ the seeds with minimum and maximum.
 
 import argparse
 import tempfile
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,9 @@ from benchmarks.staleness import summarize_seeds
 from examples.arithmetic.problems import make_rows
 from examples.arithmetic.training import LESSONS
 from examples.arithmetic.training import RECIPE as PRETRAINING
-from examples.toy_models.lessons import pretrain_model
+from examples.toy_models.base_model import write_demonstrations
 from examples.toy_models.small_qwen2 import MAX_TOKENS, make_tokenizer, save_model
+from examples.toy_models.training import train_on_rows
 from streamrl.actors.engine_factory import RealEngineFactory
 
 REPLAYS = ("measure", "r2", "r3")
@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as folder:
             report_progress(f"seed {seed}: {arguments.pretraining} steps of pretraining")
-            make_mixture(Path(folder) / "model", seed=seed, num_steps=arguments.pretraining)
+            make_mixture(Path(folder), seed=seed, num_steps=arguments.pretraining)
             for replay, rows in results.items():
                 report_progress(f"router_replay={replay}, seed {seed}: {arguments.steps} steps")
                 rows.append(measure_run(Path(folder), replay, arguments.steps, seed))
@@ -69,7 +69,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_mixture(folder: Path, *, seed: int, num_steps: int) -> None:
-    """Write a mixture of 0.4 M parameters, pretrained on sums, some with slips."""
+    """Write `model/`, a mixture of 0.4 M parameters, pretrained on sums, some with slips."""
     tokenizer = make_tokenizer(LESSONS.opening)
     special_ids = {
         "pad_token_id": tokenizer.pad_token_id,
@@ -98,10 +98,11 @@ def make_mixture(folder: Path, *, seed: int, num_steps: int) -> None:
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, **special_ids
     )
-    recipe = replace(PRETRAINING, num_clean_steps=num_steps, num_slip_steps=num_steps // 4)
+    recipe = replace(PRETRAINING, num_steps=num_steps)
     rows = make_rows(seed=seed)["train"]
-    deque(pretrain_model(model, tokenizer, rows, LESSONS.write, recipe, seed=seed), maxlen=0)
-    save_model(model, tokenizer, folder)
+    shown = write_demonstrations(rows, LESSONS.demonstrate, recipe, seed=seed)
+    save_model(model, tokenizer, folder / "untrained")
+    train_on_rows(folder / "untrained", shown, folder / "model", recipe, seed=seed)
 
 
 def measure_run(folder: Path, replay: str, steps: int, seed: int) -> dict[str, float]:

@@ -8,7 +8,13 @@ from examples.toy_models.rows import Row, get_question
 from examples.toy_models.training import TrainingRecipe
 
 # A problem of three numbers has two operations that may be wrong.
-RECIPE = TrainingRecipe(num_steps=350, slip_rate=0.28, bar={"eval_greedy": 0.85})
+RECIPE = TrainingRecipe(
+    num_steps=380,
+    slip_rate=0.33,
+    optimizer="adamw",
+    lr=2e-3,
+    bar={"eval_greedy": 0.85},
+)
 SLIPS = (-1, 1)
 # The number after the last equals sign: "12-3=9" answers 9.
 ANSWER = re.compile(r"(?:\A|=)(-?\d+)\Z")

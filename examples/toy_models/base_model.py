@@ -109,11 +109,15 @@ def make_base_model(
 def write_demonstrations(
     rows: list[Row], demonstrate: Demonstrate, recipe: TrainingRecipe, *, seed: int
 ) -> list[Row]:
-    """Return the demonstrations of all steps in order; a step shows different rows."""
-    rng = random.Random(seed)
+    """Return the demonstrations of all steps in order; a step shows different rows.
+
+    Only the last fifth of the steps has slips: a model that knows the right answers, and has then
+    seen some slips, is one that RL soon corrects.
+    """
+    rng, first_with_slips = random.Random(seed), recipe.num_steps * 4 // 5
     return [
-        {"messages": demonstrate(row, rng, recipe.slip_rate)}
-        for _ in range(recipe.num_steps)
+        {"messages": demonstrate(row, rng, recipe.slip_rate * (step >= first_with_slips))}
+        for step in range(recipe.num_steps)
         for row in rng.sample(rows, recipe.rows_per_step)
     ]
 

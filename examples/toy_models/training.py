@@ -22,9 +22,11 @@ class TrainingRecipe:
     num_steps: int
     """Optimizer steps; 0 leaves the model untrained."""
     slip_rate: float = 0.0
-    """Rate of slips (deliberate mistakes) in demonstrations; the task defines a slip."""
+    """Rate of slips (deliberate mistakes) in the last demonstrations; the task defines a slip."""
     rows_per_step: int = 64
     """Demonstrations per step."""
+    optimizer: str = "muon"
+    """As of `trainer.optimizer`. Muon needs fewer steps; RL moves a model of AdamW faster."""
     lr: float = 3e-3
     """Peak learning rate. It rises in a tenth of the steps, then falls to 0 on a line."""
     hidden_size: int = 128
@@ -62,7 +64,7 @@ def train_on_rows(
             "trainer": {
                 "backend": "torch",
                 "zero_stage": 0,
-                "optimizer": "muon",
+                "optimizer": recipe.optimizer,
                 "lr": recipe.lr,
                 "lr_schedule": "linear",
                 "warmup_steps": max(recipe.num_steps // 10, 1),

@@ -215,8 +215,8 @@ class PromptFile:
             if len(self._rendered) > MAX_RENDERED_ROWS:
                 self._rendered.clear()
             return found
-        rendered = _render_token_ids(self._tokenizer(), rows, template)
-        return [ids if isinstance(ids, ConfigError) else (ids, ()) for ids in rendered]
+        prompts = _render_token_ids(self._tokenizer(), rows, template)
+        return [ids if isinstance(ids, ConfigError) else (ids, ()) for ids in prompts]
 
     @cached_property
     def _renderer(self) -> RowRenderer:

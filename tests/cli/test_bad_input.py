@@ -330,7 +330,7 @@ def empty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["report", "{run}", "--uid", "0:1:0"], "--uid needs --ledger RUN"),
         (["config", "trainer.lrr"], "no such config key; the nearest key is trainer.lr"),
         (["config", "--rewards", "rgex"], "no such kind of reward; the nearest kind is regex"),
-        (["config", "--algorithms", "gpo"], "no such algorithm; the nearest algorithm is gspo"),
+        (["config", "--algorithms", "gspi"], "no such algorithm; the nearest algorithm is gspo"),
         (["config", "critic.run.steps"], "critic.run.steps: no such config key"),
         (["config", "--rewards", "--path", "x.py"], "config --path: has no effect here"),
         (["config", "--algorithms", "--path", "no.py"], "algorithm.path=no.py: no such file"),

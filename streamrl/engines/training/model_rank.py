@@ -37,7 +37,7 @@ from streamrl.engines.trainer_config import LOAD_TIMEOUT_S, TrainerConfig
 from streamrl.engines.training.collate import build_batch, find_token_slice
 from streamrl.engines.training.tasks import ModelTask
 from streamrl.engines.training.training_backend import TrainingBackend, make_backend
-from streamrl.messages import Array, Columns, get_column_spec
+from streamrl.messages import COLUMN_SPECS, Array, Columns
 from streamrl.weights.parameters import ParameterSet, build_full_weights
 
 
@@ -154,7 +154,9 @@ class ModelRank:
                     columns_of, picks, derived=derived, token_columns=("token_ids",)
                 ).to(get_local_device())
                 for name, tensor in self._task.compute_columns(forward, batch, names).items():
-                    values = tensor.cpu().numpy().astype(get_column_spec(name).dtype, copy=False)
+                    values = tensor.cpu().numpy()
+                    if name in COLUMN_SPECS:
+                        values = values.astype(COLUMN_SPECS[name].dtype, copy=False)
                     # A dummy micro-batch has a row but no pick.
                     for (uid, index), row in zip(picks, values, strict=bool(picks)):
                         mask = columns_of[uid]["loss_mask"]

@@ -84,7 +84,9 @@ def train(config, groups, *, dp_size=1):
     for picks in (picks for work in packer.take_rounds(final=True) for picks in work if picks):
         batch = build_scored_batch(groups, picks, derived).to_dict()
         leaf = batch.pop("logprobs").requires_grad_()
-        scores = TokenScores(leaf, batch.pop("entropy"), batch.pop("word_logprobs"))
+        # Words of a token move with it, so that its gradient has theirs.
+        words = batch.pop("word_logprobs") + (leaf - leaf.detach())[..., None]
+        scores = TokenScores(leaf, batch.pop("entropy"), words)
         part, part_sums = task.compute_loss_from_scores(scores, batch, version=1)
         part.backward()
         loss += part.item()
