@@ -330,6 +330,24 @@ def make_retry_uid(uid: str) -> str:
     return make_uid(epoch, index, attempt + 1)
 
 
+FIRST_REPLAY_ATTEMPT = 1000
+"""Replays of a group have attempts from here on, which differ by multiples of it."""
+
+
+def make_replay_uid(uid: str, slot: int) -> str:
+    """Return the uid of a replay of a group; `slot` is the number of its admission in the run."""
+    epoch, index, attempt = parse_uid(uid)
+    return make_uid(epoch, index, (slot + 1) * FIRST_REPLAY_ATTEMPT + attempt)
+
+
+def find_replayed_uid(uid: str) -> str | None:
+    """Return the uid of the group that a group is a replay of; None if it is no replay."""
+    prompt, _, attempt = uid.rpartition(":")
+    if not attempt.isdecimal() or int(attempt) < FIRST_REPLAY_ATTEMPT:
+        return None
+    return f"{prompt}:{int(attempt) % FIRST_REPLAY_ATTEMPT}"
+
+
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """A prompt and its completion with the sampling record. All arrays are [T], prompt included.

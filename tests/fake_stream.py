@@ -32,6 +32,7 @@ from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import MAX_FACTOR, OversamplingController
 from streamrl.config.resume_checks import redraw_prompts
 from streamrl.data.prompt_stream import PromptStream
+from streamrl.data.replays import ReplayConfig, ReplayStore
 from streamrl.dataflow import (
     CRITIC,
     EMA_REFERENCE,
@@ -262,13 +263,19 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         for log in disk.shards
     ]
     state = disk.state
-    trainers, prompts = make_trainers(plan), FakePrompts(rows=plan.rows)
+    trainers, replays = make_trainers(plan), None
+    if plan.rows and plan.replay_frac:
+        replay = ReplayConfig(plan.replay_frac, plan.replay_size, plan.replay_age)
+        replays = ReplayStore(replay, seed=1, max_lead=plan.max_staleness)
+    prompts = FakePrompts(rows=plan.rows, replays=replays)
     if state is not None:
         for role, (version, weights) in state["trainers"].items():
             trainers[role].version, trainers[role].weights = version, weights
         prompts.drawn = state["drawn"]
         if prompts.pass_rates is not None:
             prompts.pass_rates.load_state_dict(state["pass_rates"])
+        if replays is not None:
+            replays.load_state_dict(state["replays"])
     records = disk.books.records[disk.books_cut :]
     recovered = recover_run_log(records, state["ledger"] if state else None)
     redraw_prompts(cast(PromptStream, prompts), recovered.stream_events, Path("run"))
@@ -297,6 +304,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         ),
         prompts,
         pass_rates=prompts.pass_rates,
+        replays=replays,
         max_attempts=plan.max_attempts,
         should_readmit_failed=plan.readmits,
         max_filtered=plan.max_filtered,

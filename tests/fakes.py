@@ -15,6 +15,7 @@ import numpy as np
 
 from streamrl.buffer.micro_batch_schedule import Round, ScheduledRound, UpdatePlan
 from streamrl.data.pass_rates import PassRates
+from streamrl.data.replays import ReplayStore
 from streamrl.errors import RewardError, ServiceOutageError, StreamError
 from streamrl.messages import (
     Array,
@@ -79,6 +80,9 @@ class Plan:
     fail_rate: float = 0.0
     filter_rate: float = 0.0
     rows: int = 0
+    replay_frac: float = 0.0
+    replay_size: int = 6
+    replay_age: int = 8
     """Rows of the data, sampled by difficulty, with verdicts by uid; 0: endless prompts."""
     oversample: float | None = 1.0
     max_filtered: float = float("inf")
@@ -135,14 +139,16 @@ def check_service(outages: Sequence[tuple[float, float]], error: StreamError) ->
 class FakePrompts:
     """Endless prompts of three tokens, which are also the code points of their message."""
 
-    def __init__(self, drawn: int = 0, rows: int = 0) -> None:
+    def __init__(self, drawn: int = 0, rows: int = 0, replays: ReplayStore | None = None) -> None:
         self.drawn = drawn
         self._rows = rows
         self.pass_rates = PassRates() if rows else None
+        self.replays = replays
 
     def state_dict(self) -> Mapping[str, Any]:
         rates = self.pass_rates and self.pass_rates.state_dict()
-        return {"drawn": self.drawn, "pass_rates": rates}
+        replays = self.replays and self.replays.state_dict()
+        return {"drawn": self.drawn, "pass_rates": rates, "replays": replays}
 
     async def prefetch_prompts(self, count: int) -> None:
         pass

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError, ServiceOutageError
-from streamrl.messages import parse_uid
+from streamrl.messages import find_replayed_uid, parse_uid
 from streamrl.planner.simulator.virtual_loop import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, draw_plans, run_loops, run_stream
 from tests.fakes import Plan
@@ -23,6 +23,7 @@ FAULTS: dict[str, st.SearchStrategy[Any]] = {
     "shards": st.integers(1, 4),
     "filter_rate": st.sampled_from([0.0, 0.3]),
     "rows": st.sampled_from([0, 0, 12, 100]),
+    "replay_frac": st.sampled_from([0.0, 0.4]),
     "oversample": st.sampled_from([1.0, 1.0, 3.0, None]),
     "duplicate_rate": st.sampled_from([0.0, 0.3]),
     "lost_rate": st.sampled_from([0.0, 0.1]),
@@ -81,8 +82,10 @@ def check_accounts(stream: Stream) -> None:
             expected = [] if trainer.is_frozen(outcome.version) else sorted(expected_picks)
             assert sorted(picks) == expected, "a group was split"
         for group in outcome.groups:
+            is_replay = find_replayed_uid(group.uid) is not None
             for version, _ in group.info.version_tokens:
-                assert 0 <= outcome.version - version <= plan.max_staleness
+                oldest = plan.replay_age if is_replay else plan.max_staleness
+                assert 0 <= outcome.version - version <= oldest
     check_conservation(stream)
     counts = stream.ledger.counts
     causes = Counter(how.cause for _, how in stream.ended if not how.filtered)
@@ -121,8 +124,9 @@ def test_any_deaths_leave_every_prompt_trained_once_or_accounted_for(plan: Plan)
     assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
     check_accounts(stream)
     if not plan.readmits and plan.on_stale == "wait" and plan.oversample == 1.0:
-        epochs = {parse_uid(uid)[2] for o in stream.outcomes for uid in [g.uid for g in o.groups]}
-        assert epochs <= {0}, "a prompt was readmitted without `readmits`"
+        trained = [group.uid for outcome in stream.outcomes for group in outcome.groups]
+        attempts = {parse_uid(find_replayed_uid(uid) or uid)[2] for uid in trained}
+        assert attempts <= {0}, "a prompt was readmitted without `readmits`"
 
 
 @pytest.mark.parametrize("crashes", [[], [9.0], [20.0, 7.0, 11.0]])
@@ -138,6 +142,24 @@ def test_on_policy_draws_by_difficulty_survive_crashes_and_any_schedule(crashes:
     assert uids[0] == uids[1] == resumed
     odd = sum(parse_uid(uid)[1] % 2 for uid in uids[0])
     assert odd < len(uids[0]) / 3, "rows that always pass are drawn as often as others"
+
+
+@pytest.mark.parametrize("crashes", [[], [9.0], [20.0, 7.0, 11.0]])
+def test_on_policy_replays_survive_crashes_and_any_schedule(crashes: list[float]):
+    plan = Plan(steps=14, max_staleness=0, rows=40, filter_rate=0.2, replay_frac=0.4)
+    quick = replace(plan, seed=8, generators=3, scorers=2, generate_s=(0.0, 0.1), train_s=3.0)
+    uids = [
+        {group.uid for outcome in stream.outcomes for group in outcome.groups}
+        for stream in (run_virtual(run_stream(plan)), run_virtual(run_stream(quick)))
+    ]
+    streams = run_virtual(crash_and_resume(plan, crashes=crashes, every=4))
+    resumed = {g.uid for stream in streams for outcome in stream.outcomes for g in outcome.groups}
+    assert uids[0] == uids[1] == resumed
+    sources = {uid: source for uid in uids[0] if (source := find_replayed_uid(uid))}
+    assert len(sources) > 5, "hardly any replay"
+    assert {*sources.values()} <= uids[0] - sources.keys(), "a replay of what was not trained"
+    assert all(parse_uid(uid)[1] % 2 == 0 for uid in sources), "rows that always pass are replayed"
+    assert not streams[-1].disk.generated.keys() & sources.keys(), "a replay was generated"
 
 
 async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> list[Stream]:

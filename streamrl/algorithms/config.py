@@ -50,6 +50,9 @@ ROUTER_REPLAYS = ("off", "measure", "r2", "r3")
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 WEIGHTED_KL_KINDS = ("k1*", "k3*")
 """Of k2 and abs the weighted gradient is not that of the KL divergence."""
+TOP_ENTROPY = "top_entropy"
+SHARED_PARAM_LIMITS = {TOP_ENTROPY: (0.0, 1.0)}
+"""Limits of the params that every row has."""
 
 
 @dataclass
@@ -106,9 +109,6 @@ class AlgorithmConfig:
     overlong_factor: Annotated[float, at_least(0)] = 1.0
     #: Exclude truncated rollouts from the loss; their scores count in baselines, filter and means.
     mask_truncated: bool = False
-    #: Share of the step's tokens, those of the highest entropy, whose policy loss is trained, such
-    #: as 0.2 (Wang et al. 2025); null: all. One more forward pass.
-    top_entropy: Annotated[float | None, above(0, 1)] = None
     #: Experts of a mixture that the trainer uses: off, its own; measure, its own, compared with
     #: the generator's; r2, those of its pass before a step's first update; r3, the generator's.
     router_replay: Annotated[str, one_of(*ROUTER_REPLAYS), FIXED_ON_RESUME] = "off"
@@ -116,7 +116,8 @@ class AlgorithmConfig:
     epochs: Annotated[int, at_least(1), FIXED_ON_RESUME] = 1
     #: Optimizer updates per epoch, each with an equal share of the step's groups.
     mini_batches: Annotated[int, at_least(1), FIXED_ON_RESUME] = 1
-    #: The row's own numbers by name.
+    #: Numbers by name: the row's own, and top_entropy, the share of the step's tokens, those of the
+    #: highest entropy, whose policy loss is trained (Wang et al. 2025: 0.2; one more forward pass).
     params: dict[str, Any] = field(default_factory=dict)
     #: Off-policy correction.
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
@@ -137,12 +138,14 @@ class AlgorithmConfig:
     def _iter_conflicts(self) -> Iterator[Conflict]:
         """Yield the rules on the algorithm's params, and on settings that exclude each other."""
         row, kind = self.spec, str(self.kl_kind)
+        limits = {**row.limits, **SHARED_PARAM_LIMITS}
         for key, value in self.params.items():
-            known = ", ".join(row.params) or "none"
+            known = ", ".join({**row.params, **SHARED_PARAM_LIMITS})
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_finite = is_number and math.isfinite(value)
-            bounds = at_least(*row.limits.get(key, (-math.inf, math.inf)))
-            yield key not in row.params, f"params.{key}", f"unknown; params of {self.name}: {known}"
+            bounds = at_least(*limits.get(key, (-math.inf, math.inf)))
+            is_unknown = key not in {**row.params, **SHARED_PARAM_LIMITS}
+            yield is_unknown, f"params.{key}", f"unknown; params of {self.name}: {known}"
             yield not is_finite, f"params.{key}", "must be a number"
             yield is_finite and not bounds.holds(value), f"params.{key}", str(bounds)
             is_count = is_finite and isinstance(row.params.get(key), int)
@@ -224,7 +227,7 @@ class AlgorithmConfig:
             or self._resolve_setting("advantage_scale") == "batch"
         )
         several_updates = self.epochs * self.mini_batches > 1
-        needs_step = needs_step or several_updates or self.top_entropy is not None
+        needs_step = needs_step or several_updates or TOP_ENTROPY in self.params
         looks_first = self.spec.reads_score_norms or self.correction.corrects_before_updates
         needs_step = needs_step or looks_first
         return "step" if needs_step else self.spec.scope
@@ -252,7 +255,9 @@ class AlgorithmConfig:
         """
         values = {**vars(self), **DEFAULT_SETTINGS, **self.spec.defaults}
         values |= {key: value for key, value in vars(self).items() if value is not None}
-        values |= {"params": {**self.spec.params, **self.params}, "scope": self.scope}
+        params = {**self.spec.params, **self.params}
+        values |= {TOP_ENTROPY: params.pop(TOP_ENTROPY, None), "params": params}
+        values |= {"scope": self.scope}
         values |= {"reads_score_norms": self.spec.reads_score_norms}
         values |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
         values |= {"has_episodes": has_episodes, "splits_episodes": splits_episodes}

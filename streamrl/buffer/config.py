@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 from streamrl.buffer.journal import JournalConfig
 from streamrl.errors import ConfigError
 from streamrl.files.typed_settings import at_least, one_of
+from streamrl.messages import FIRST_REPLAY_ATTEMPT
 
 
 @dataclass
@@ -33,7 +34,7 @@ class QueueConfig:
     """
     shards: Annotated[int, at_least(1)] = 1
     lease_s: Annotated[float, at_least(1)] = 120.0
-    max_attempts: Annotated[int, at_least(1)] = 3
+    max_attempts: Annotated[int, at_least(1, FIRST_REPLAY_ATTEMPT)] = 3
     on_failed_group: Annotated[str, one_of("replace", "readmit")] = "replace"
     journal: JournalConfig = field(default_factory=JournalConfig)
 

@@ -98,9 +98,10 @@ def recover_state(
 
 def load_columns(state: ShardState, store: Callable[[Blob], Any]) -> None:
     """Read the columns of all recovered groups from disk and put their blobs into `store`."""
-    for group in state.groups.values():
+    for group in (*state.kept_groups.values(), *state.groups.values()):
         for columns in group.stage_columns.values():
-            columns.data = store(read_blob(columns))
+            if columns.data is None:  # a replay shares the columns of its group
+                columns.data = store(read_blob(columns))
 
 
 def write_snapshot(
@@ -135,7 +136,20 @@ def _list_state_records(state: ShardState) -> Iterator[JournalRecord]:
     yield make_remove_record([], state.version)
     for group in sorted(state.groups.values(), key=lambda group: group.admission_order):
         yield from _list_group_records(group)
+    yield from _list_kept_records([*state.kept_groups.values()], state.version)
     yield make_seal_record()
+
+
+def _list_kept_records(groups: Sequence[GroupState], version: int) -> Iterator[JournalRecord]:
+    """Yield the journal records of groups that are kept for replays.
+
+    They follow those of the groups in the shard: a replay has columns of its own there.
+    """
+    for group in groups:
+        group.leases.clear()
+        yield from _list_group_records(group)
+    uids = [group.uid for group in groups]
+    yield make_remove_record(uids, version, uids)
 
 
 def _list_group_records(group: GroupState) -> Iterator[JournalRecord]:
@@ -289,4 +303,8 @@ def _list_owned_records(
             if get_shard_index(group.uid, count) == shard:
                 group.leases.clear()  # void in a resumed run
                 yield from _list_group_records(group)
-    yield make_remove_record([], max(state.version for state in states))
+    version = max(state.version for state in states)
+    kept = [group for state in states for group in state.kept_groups.values()]
+    yield from _list_kept_records(
+        [group for group in kept if get_shard_index(group.uid, count) == shard], version
+    )

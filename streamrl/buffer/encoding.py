@@ -28,6 +28,7 @@ from streamrl.messages import (
     GroupLease,
     GroupOutcome,
     Prompt,
+    find_replayed_uid,
     prompt_from_parts,
 )
 
@@ -292,5 +293,8 @@ class FinishedGroup(msgspec.Struct, frozen=True):
 
 
 def get_shard_index(uid: str, count: int) -> int:
-    """Return the index of the shard that owns a uid; equal in every process (CRC-32)."""
-    return zlib.crc32(uid.encode()) % count
+    """Return the index of the shard that owns a uid; equal in every process (CRC-32).
+
+    A replay is in the shard of the group that it replays.
+    """
+    return zlib.crc32((find_replayed_uid(uid) or uid).encode()) % count

@@ -19,7 +19,7 @@ from streamrl.buffer.config import StageSchema
 from streamrl.buffer.encoding import Blob, count_blob_bytes, join_pieces
 from streamrl.buffer.journal import JournalRecord, RecordPosition, read_record
 from streamrl.errors import ContractError
-from streamrl.messages import GroupInfo, GroupLease, GroupOutcome
+from streamrl.messages import GroupInfo, GroupLease, GroupOutcome, find_replayed_uid
 
 TOKENS_PER_INCARNATION = 1 << 40
 """Lease tokens available to one incarnation of a shard."""
@@ -212,14 +212,17 @@ def make_finish_record(uid: str, outcome: GroupOutcome) -> JournalRecord:
     return JournalRecord({"kind": "end", "uid": uid, **asdict(outcome)})
 
 
-def make_remove_record(uids: Sequence[str], version: int) -> JournalRecord:
+def make_remove_record(
+    uids: Sequence[str], version: int, keep: Sequence[str] | None = None
+) -> JournalRecord:
     """Build the journal record of groups that leave the shard: trained, filtered or dropped.
 
-    version: policy version in training from now on. Raises ContractError for an invalid version.
+    version: policy version in training from now on. keep: all groups, of these or earlier ones,
+    whose columns the shard keeps for replays; None: as before. Raises ContractError for an invalid
+    version.
     """
-    return JournalRecord(
-        {"kind": "leave", "uids": list(uids), "version": _validate_version(version)}
-    )
+    meta = {"kind": "leave", "uids": list(uids), "version": _validate_version(version)}
+    return JournalRecord(meta if keep is None else {**meta, "keep": list(keep)})
 
 
 def make_open_record(session: str, incarnation: int, *, forgets: bool = False) -> JournalRecord:
@@ -248,6 +251,7 @@ def _validate_version(version: object) -> int:
 class ShardState:
     """All groups of a shard by uid, and the location of the columns of removed ("retired") groups.
 
+    `kept_groups` have left, too, but a replay may take their columns, which are in memory.
     `retired_groups` covers only groups recovered from the journal: their training step may be
     replayed.
     `incarnation` counts the processes that owned the shard; `session` is the run of the last owner.
@@ -262,6 +266,8 @@ class ShardState:
         self.last_stage = next(s for s, ports in stages.items() if not ports.produces)
         self.groups: dict[str, GroupState] = {}
         self._seen_uids: OrderedDict[str, None] = OrderedDict()
+        self.kept_groups: dict[str, GroupState] = {}
+        self.kept_bytes = 0
         self.retired_groups: dict[str, dict[str, StageColumns]] = {}
         self.version = 0
         self.incarnation = 0
@@ -359,11 +365,21 @@ class ShardState:
         )
         self._next_order += 1
         self.version = max(self.version, version)
+        self._copy_kept_columns(group)
         self.groups[uid] = group
         self._seen_uids[uid] = None
         if len(self._seen_uids) > MAX_SEEN_UIDS:
             self._seen_uids.popitem(last=False)
         return [group]
+
+    def _copy_kept_columns(self, group: GroupState) -> None:
+        """Give a replay the columns of its group; without them its prompt is sampled anew."""
+        kept = self.kept_groups.get(find_replayed_uid(group.uid) or "")
+        if kept and kept.column_names >= self._required_columns[self.last_stage]:
+            group.stage_columns.update(kept.stage_columns)
+            group.column_names |= kept.column_names
+            group.info, group.num_bytes = kept.info, kept.num_bytes
+            group.ready_version = self.version
 
     def _apply_lease(self, record: JournalRecord) -> list[GroupState]:
         stage, holder, now = record.meta["stage"], record.meta["holder"], self.clock()
@@ -434,6 +450,10 @@ class ShardState:
                     stage: replace(columns, data=None)
                     for stage, columns in group.stage_columns.items()
                 }
+        if (keep := record.meta.get("keep")) is not None:
+            known = self.kept_groups | {group.uid: group for group in removed}
+            self.kept_groups = {uid: known[uid] for uid in keep if uid in known}
+            self.kept_bytes = sum(group.num_bytes for group in self.kept_groups.values())
         return removed
 
     def order_by_version(self) -> None:

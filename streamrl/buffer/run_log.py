@@ -27,7 +27,7 @@ from streamrl.buffer.journal import (
 )
 from streamrl.buffer.micro_batch_schedule import Round, StepSchedule
 from streamrl.errors import JournalError, LedgerError
-from streamrl.messages import GroupInfo, GroupOutcome, parse_uid
+from streamrl.messages import GroupInfo, GroupOutcome, find_replayed_uid, parse_uid
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,12 @@ class LedgerAudit:
 
     @property
     def counts_by_epoch(self) -> dict[int, dict[str, int]]:
+        """Numbers of groups by epoch of their row and outcome, without replays."""
         outcomes = ("trained", "filtered", "dropped", "in_flight")
-        counted = {name: Counter(parse_uid(u)[0] for u in getattr(self, name)) for name in outcomes}
+        counted = {
+            name: Counter(parse_uid(u)[0] for u in getattr(self, name) if not find_replayed_uid(u))
+            for name in outcomes
+        }
         epochs = sorted(set().union(*counted.values()))
         return {epoch: {name: counted[name][epoch] for name in outcomes} for epoch in epochs}
 
@@ -249,7 +253,15 @@ class TrainedStep:
 
     @property
     def pass_rates(self) -> dict[str, float | None]:
-        return {group.uid: group.info.pass_rate for group in self.groups}
+        """Pass rates by uid; those of replays are of an older policy, and None."""
+        return {
+            group.uid: group.info.pass_rate if find_replayed_uid(group.uid) is None else None
+            for group in self.groups
+        }
+
+    @property
+    def infos(self) -> dict[str, GroupInfo]:
+        return {group.uid: group.info for group in self.groups}
 
     def to_record(self) -> JournalRecord:
         """Encode the training step as a journal record: uids in JSON, the schedules compressed."""
@@ -378,12 +390,13 @@ def _mark_finished(ledger: Ledger, uid: str, outcome: GroupOutcome) -> None:
 class StreamEvent:
     """Prompts drawn from the data at a version, or pass rates of groups that ended at it.
 
-    pass_rates: by uid; None for a group without one.
+    pass_rates: by uid; None for a group without one. trained: groups of a training step.
     """
 
     version: int
     drawn_uids: tuple[str, ...] = ()
     pass_rates: Mapping[str, float | None] = field(default_factory=dict)
+    trained: Mapping[str, GroupInfo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -429,7 +442,7 @@ def recover_run_log(
             elif meta["kind"] == "step":
                 step = TrainedStep.from_record(record)
                 steps[step.version] = step
-                events.append(StreamEvent(step.version, pass_rates=step.pass_rates))
+                events.append(StreamEvent(step.version, (), step.pass_rates, step.infos))
     return RecoveredRunLog(ledger, steps, tuple(events))
 
 

@@ -244,7 +244,7 @@ class ShardStats:
     """Statistics of one queue shard, or of all shards together.
 
     `depth`: time-weighted mean of ready groups per stage since the last training step ended.
-    `num_bytes`, `uids`: size and uids of the groups in the shard now.
+    `num_bytes`, `uids`: size and uids of the groups in the shard now; bytes of kept ones count.
     `oldest_age_s`: time since the earliest admission among these groups.
     `counts`: redelivered leases, and refused commits for groups that have not ended, since the last
     step.
@@ -330,7 +330,7 @@ class ShardStatsRecorder:
         self._fsync_s += self._log.drain_fsync_s()
         return ShardStats(
             depth=self.depth_meter.compute_means(now),
-            num_bytes=sum(group.num_bytes for group in groups),
+            num_bytes=sum(group.num_bytes for group in groups) + self._state.kept_bytes,
             oldest_age_s=max((now - group.admitted_at for group in groups), default=0.0),
             uids=tuple(self._state.groups),
             counts={name: self.counts[name] for name in LEASE_COUNTERS},
@@ -420,10 +420,14 @@ class CapacityLimiter:
         self._group_bytes += group.reserved_bytes
         self._capacity_freed.set()
 
+    def notify_freed(self) -> None:
+        """Wake waiting admissions: the shard keeps fewer groups for replays."""
+        self._capacity_freed.set()
+
     @property
     def _reserved_bytes(self) -> int:
         pending_bytes = len(self._pending_uids) * self._capacity.reserved_group_bytes
-        return self._group_bytes + pending_bytes
+        return self._group_bytes + self._state.kept_bytes + pending_bytes
 
     def _has_capacity(self) -> bool:
         num_groups = len(self._state.groups) + len(self._pending_uids)
@@ -857,21 +861,27 @@ class QueueShard:
                 return finished
             await _wait_for_event(self._group_finished, remaining_s)
 
-    async def remove_groups(self, uids: Sequence[str], version: int) -> None:
+    async def remove_groups(
+        self, uids: Sequence[str], version: int, keep: Sequence[str] | None = None
+    ) -> None:
         """Remove trained, filtered or dropped groups from the shard. Idempotent.
 
-        version: policy version that is in training from now on.
+        version: policy version that is in training from now on. keep: all groups whose columns the
+        shard keeps for replays from now on; None: as before.
 
         The journal record is not fsynced: if a power cut brings a group back, the coordinator
         removes the group again, because the run log has its end.
         """
-        record = transitions.make_remove_record(uids, version)
+        record = transitions.make_remove_record(uids, version, keep)
         await self._log.append([record], sync=False)
         self._apply_records(record)
+        self._capacity_limiter.notify_freed()
 
-    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+    async def end_step(
+        self, uids: Sequence[str], version: int, keep: Sequence[str] | None = None
+    ) -> ShardStats:
         """Remove the groups of a finished training step; return this shard's statistics of it."""
-        await self.remove_groups(uids, version)
+        await self.remove_groups(uids, version, keep)
         return self._stats_recorder.end_step(version, self._clock())
 
     async def get_stats(self) -> ShardStats:

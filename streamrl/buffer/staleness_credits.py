@@ -11,7 +11,7 @@ import numpy as np
 
 from streamrl.buffer.run_log import Ledger
 from streamrl.errors import ConfigError
-from streamrl.messages import ColumnAxis, get_column_spec
+from streamrl.messages import ColumnAxis, find_replayed_uid, get_column_spec
 
 
 def compute_credit_limit(version: int, *, depth: int, groups_per_step: int) -> int:
@@ -67,22 +67,31 @@ def bound_group_bytes(
 
 
 def check_shard_bytes(
-    shard_bytes: int, *, group_bytes: int, groups_per_step: int, location: str, remedy: str
+    shard_bytes: int,
+    *,
+    group_bytes: int,
+    groups_per_step: int,
+    location: str,
+    remedy: str,
+    replay_size: int = 0,
 ) -> None:
     """Raise ConfigError if a shard cannot hold all groups of a training step at their largest.
 
     All groups of a step may hash to the same shard, and no group leaves before the step is trained.
     A smaller shard deadlocks: the step waits for groups that wait for capacity.
 
-    group_bytes: largest size of a group.
+    group_bytes: largest size of a group. replay_size: groups kept for
+        replays; as many again may have left the store while a replay of them waits for the shard.
     location: setting and node that limit the shard, for the message.
     remedy: setting that enlarges the shard; the factor by which it must grow follows.
     """
-    needed = groups_per_step * group_bytes
+    needed = (groups_per_step + 2 * replay_size) * group_bytes
+    step = f"pipeline.groups_per_step {groups_per_step}"
+    count = f"({step} + 2 * data.replay.size {replay_size})" if replay_size else step
     if shard_bytes < needed:
         raise ConfigError(
             f"{location}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
-            f" {needed / 2**20:.2f} MB = pipeline.groups_per_step {groups_per_step} *"
+            f" {needed / 2**20:.2f} MB = {count} *"
             f" {group_bytes / 2**20:.2f} MB, the largest group: raise {remedy}"
             f" {math.ceil(10 * needed / max(shard_bytes, 1)) / 10:g} times"
         )
@@ -136,7 +145,8 @@ class OversamplingController:
         if uid in self._kept_uids:
             return False
         self._kept_uids.add(uid)
-        self._record_verdict(is_kept=True)
+        if find_replayed_uid(uid) is None:
+            self._record_verdict(is_kept=True)
         return True
 
     def count_filtered(self) -> None:

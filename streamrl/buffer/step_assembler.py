@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from streamrl.buffer.run_log import TrainedGroup
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.errors import StaleGroupError
-from streamrl.messages import Experience, GroupInfo
+from streamrl.messages import Experience, GroupInfo, find_replayed_uid
 
 T = TypeVar("T")
 
@@ -250,8 +250,12 @@ class StepAssembler:
 
     @staticmethod
     def _get_min_version(experience: Experience) -> int:
+        """Return the oldest version of a group's tokens; of a replay, which the draw bounds,
+        that of its admission.
+        """
         assert experience.info is not None, experience.uid
-        return experience.info.min_version
+        is_replay = find_replayed_uid(experience.uid) is not None
+        return experience.admitted_version if is_replay else experience.info.min_version
 
     def finish_step(self) -> tuple[TrainedGroup, ...]:
         """End the complete training step; return its groups as the run log records them."""

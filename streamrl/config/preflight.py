@@ -31,6 +31,7 @@ from streamrl.data.prompt_file import (
     open_training_files,
 )
 from streamrl.data.prompt_stream import PromptStream
+from streamrl.data.replays import ReplayStore
 from streamrl.dataflow import (
     EMA_REFERENCE,
     GENERATE_CALL,
@@ -150,6 +151,7 @@ def prepare_run(
         check_generator_split(config.model.path, config.generator.tensor_parallel)
     if not config.placement.address:  # The devices of a cluster are unknown until Ray is connected.
         check_worker_memory(config, on_gpu=has_local_gpu())
+    replay = config.data.read_replay()
     return PreparedRun(
         prompts=PromptStream(
             train,
@@ -157,6 +159,9 @@ def prepare_run(
             shuffle=config.data.shuffle,
             curriculum=config.data.curriculum,
             pass_rates=PassRates() if config.data.sampling == "difficulty" else None,
+            replays=None
+            if replay is None
+            else ReplayStore(replay, seed=config.run.seed, max_lead=config.pipeline.max_staleness),
         ),
         eval_prompts=eval_prompts,
         max_length=max_length,
@@ -494,12 +499,14 @@ def compute_shard_bytes(
     node_stores: object store size of each node, bytes. Raises ConfigError if a training step may
     need more.
     """
+    replay = config.data.read_replay()
     per_node, smallest = -(-config.queue.shards // len(node_stores)), min(node_stores)
     shard_bytes = int(config.queue.store_share * smallest / per_node)
     check_shard_bytes(
         shard_bytes,
         group_bytes=config.bound_group_bytes(prepared.max_length),
         groups_per_step=config.pipeline.groups_per_step,
+        replay_size=replay.size if replay else 0,
         location=f"{config.queue.store_share:.0%} of an object store of"
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
         remedy="--object-store-memory of `ray start`"

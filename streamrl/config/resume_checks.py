@@ -64,6 +64,8 @@ def redraw_prompts(prompts: PromptStream, events: Sequence[StreamEvent], run_dir
     different prompts.
     """
     for event in events:
+        if prompts.replays is not None:
+            prompts.replays.record_step(event.version, event.trained)
         if prompts.pass_rates is not None:
             prompts.pass_rates.record_results(event.version, event.pass_rates)
             if event.drawn_uids:

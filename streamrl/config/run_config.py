@@ -18,13 +18,14 @@ from yaml import MarkedYAMLError, YAMLError
 from streamrl.algorithms import list_required_columns
 from streamrl.algorithms.algorithm import AlgorithmSettings
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.algorithms.correction import CorrectionConfig
+from streamrl.algorithms.correction import NO_CORRECTION, CorrectionConfig
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.config import QueueConfig
 from streamrl.buffer.staleness_credits import MAX_FACTOR as MOST_OVERSAMPLED
 from streamrl.buffer.staleness_credits import bound_group_bytes
 from streamrl.config.removed_settings import drop_removed_settings
 from streamrl.data.config import FILE_KEYS, DataConfig, make_paths_absolute
+from streamrl.data.replays import ReplayConfig
 from streamrl.dataflow import (
     COST_CALL,
     COST_VALUE_CALL,
@@ -442,7 +443,8 @@ class RunConfig(ConfigSections):
     def extra_score_columns(self) -> tuple[str, ...]:
         """Columns that rewards make for the algorithm's credit and for the choice of prompts."""
         by_token = (TOKEN_SCORES,) if self.algorithm.spec.reads_token_scores else ()
-        return (*by_token, *(("pass_rate",) if self.data.sampling == "difficulty" else ()))
+        reads_rates = self.data.sampling == "difficulty" or self.data.replay
+        return (*by_token, *(("pass_rate",) if reads_rates else ()))
 
     @property
     def column_widths(self) -> dict[str, int]:
@@ -494,6 +496,8 @@ def _iter_conflicts(config: RunConfig) -> Iterator[Conflict]:
         if config.environment.is_enabled:
             yield from _iter_episode_conflicts(config)
         yield from _iter_score_conflicts(config)
+        if (replay := config.data.read_replay()) is not None:
+            yield from _iter_group_replay_conflicts(config, replay)
     yield from _iter_pool_conflicts(config)
 
 
@@ -674,9 +678,51 @@ def _iter_row_conflicts(config: RunConfig) -> Iterator[Conflict]:
         f"has no effect: {name} has no pass rates. Set data.sampling=uniform",
     )
     yield (
+        bool(config.data.replay),
+        "data.replay",
+        f"has no effect: {name} trains on rows of the data. Remove it",
+    )
+    yield (
         bool(config.algorithm.kl_coef) and config.algorithm.spec.trains_on == PAIRS,
         "algorithm.kl_coef",
         f"has no meaning: {name} trains no policy. Set it to 0",
+    )
+
+
+def _iter_group_replay_conflicts(config: RunConfig, replay: ReplayConfig) -> Iterator[Conflict]:
+    """Yield the rules on the replay of trained groups, which an older policy sampled."""
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    is_truncated = correction.weights != NO_CORRECTION and correction.weight_high is not None
+    settings = config.algorithm_settings
+    by_step = settings.whiten_advantages or settings.advantage_scale == "batch"
+    key = "data.replay"
+    yield (
+        not is_truncated,
+        key,
+        "replayed tokens need truncated importance weights. Set algorithm.correction.proximal"
+        "=trainer, algorithm.correction.weights=token and a weight_high",
+    )
+    yield (
+        by_step or algorithm.spec.scope == "step",
+        key,
+        "the advantages compare all groups of a step, replays with new ones. Choose another"
+        " algorithm, advantage_scale or whiten_advantages",
+    )
+    yield (
+        CRITIC in config.dataflow.trained_roles or bool(config.reference.every),
+        key,
+        "values and moving references of replayed groups are out of date. Choose an algorithm"
+        " without critic, and reference.every=0",
+    )
+    yield (
+        replay.max_age <= config.pipeline.max_staleness,
+        key,
+        f"max_age must be above pipeline.max_staleness={config.pipeline.max_staleness}",
+    )
+    yield (
+        not config.queue.journal.enabled,
+        key,
+        "a resume needs the kept groups. Set queue.journal.enabled=true",
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from streamrl.data.replays import ReplayConfig
 from streamrl.data.rows import RowKeys
 from streamrl.errors import ConfigError
 from streamrl.files.python_module import split_reference
@@ -97,6 +98,8 @@ class DataConfig:
     sampling: uniform: every row once per epoch; difficulty: a row with chance 4 p (1 - p) per
         epoch, for its running pass rate p, 1/2 at first; half of a result's weight is lost in 32
         versions.
+    replay: replay of trained groups with right and wrong rollouts: frac of the admissions (0.25),
+        from the latest size groups (64), tokens at most max_age versions old (16); empty: none.
     max_prompt_tokens: limit of a rendered prompt; null: all tokens that the completion leaves.
     on_long_prompt: action on a longer prompt: error, or skip the row.
     chat_template_kwargs: extra arguments of chat templates, e.g. enable_thinking: false; a column
@@ -109,11 +112,13 @@ class DataConfig:
     shuffle: bool = True
     curriculum: Annotated[str, FIXED_ON_RESUME] = ""
     sampling: Annotated[str, one_of("uniform", "difficulty"), FIXED_ON_RESUME] = "uniform"
+    replay: Annotated[dict[str, Any], FIXED_ON_RESUME] = field(default_factory=dict)
     max_prompt_tokens: Annotated[int | None, at_least(1)] = None
     on_long_prompt: Annotated[str, one_of("error", "skip")] = "error"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.read_replay()
         train, named = self.train_files, dict[str, DataFile]()
         unweighted = [file for file in train if file.weight is None]
         if 0 < len(unweighted) < len(train):
@@ -126,6 +131,12 @@ class DataConfig:
             if (other := named.setdefault(file.name, file)) is not file:
                 key = f"{file.key}.name={file.name}"
                 raise ConfigError(f"{key}: already the name of {other.key}; choose another")
+
+    def read_replay(self) -> ReplayConfig | None:
+        """Return the settings of the replay, None without. Raises ConfigError if invalid."""
+        if not self.replay:
+            return None
+        return read_settings(ReplayConfig, self.replay, section="data.replay")
 
     @property
     def train_files(self) -> tuple[DataFile, ...]:

@@ -30,6 +30,7 @@ from streamrl.data.prompt_file import (
     TrainingFile,
     TrainingFiles,
 )
+from streamrl.data.replays import ReplayStore
 from streamrl.errors import ConfigError, DataError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
@@ -68,7 +69,7 @@ class PromptStream(Iterator[Prompt]):
     unusable rows exceeds MAX_BAD_SHARE, drawing raises DataError. A thread per file prefetches
     rows. curriculum: column of numbers by which each epoch is sorted, ties in the shuffled order;
     ConfigError for a row without one. pass_rates: rates by which an epoch skips rows that are too
-    easy or too hard.
+    easy or too hard. replays: store of groups to admit again, which is saved with the stream.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class PromptStream(Iterator[Prompt]):
         shuffle: bool = True,
         curriculum: str = "",
         pass_rates: PassRates | None = None,
+        replays: ReplayStore | None = None,
     ) -> None:
         self.pass_rates = pass_rates
+        self.replays = replays
         self._data = data
         self._seed = seed
         self._shuffle = shuffle
@@ -211,7 +214,9 @@ class PromptStream(Iterator[Prompt]):
     def state_dict(self) -> dict[str, Any]:
         drawn, given = self._position.num_drawn, self._position.num_prompts
         rates = {} if self.pass_rates is None else {"pass_rates": self.pass_rates.state_dict()}
-        return {"drawn": list(drawn), "given": list(given), **self._stream_identity, **rates}
+        replays = {} if self.replays is None else {"replays": self.replays.state_dict()}
+        position = {"drawn": list(drawn), "given": list(given)}
+        return {**position, **self._stream_identity, **rates, **replays}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the stream that wrote `state` stopped.
@@ -230,11 +235,15 @@ class PromptStream(Iterator[Prompt]):
                 )
         if self.pass_rates is not None:
             self.pass_rates.load_state_dict(state["pass_rates"])
+        if self.replays is not None:
+            # A fork may begin to replay.
+            self.replays.load_state_dict(state.get("replays", []))
         self._set_position(StreamPosition(tuple(state["drawn"]), tuple(state["given"])))
 
     def __getstate__(self) -> dict[str, Any]:
-        rates = copy.deepcopy(self.pass_rates)  # a copy draws without the original's results
-        return {**vars(self), "_source": None, "_prefetched": deque(), "pass_rates": rates}
+        # A copy draws without the original's results.
+        learned = {name: copy.deepcopy(vars(self)[name]) for name in ("pass_rates", "replays")}
+        return {**vars(self), "_source": None, "_prefetched": deque(), **learned}
 
 
 _IDENTITY_TEXTS = {

@@ -105,6 +105,7 @@ def make_loop_config(config: RunConfig, ranks: int) -> RunConfig:
         (is_split, "generator.tensor_parallel", "an own loop generates with whole models"),
         (config.environment.is_enabled, "environment.path", "an own loop samples single turns"),
         (is_idle, "critic.replicas", "the script of an own loop starts scorers of values; set 0"),
+        (bool(config.data.replay), "data.replay", "an own loop has no queue; remove it"),
         (is_adaptive, "data.sampling", "an own loop reports no pass rates; set uniform"),
         (looks_first, "algorithm.name", "its advantages need a pass that own loops do not run"),
         (has_mask, "generator.sampling_mask", "an own loop samples from all words; leave it out"),

@@ -13,10 +13,19 @@ from streamrl.buffer import AdmissionController, ExperienceQueue, RunLog, StepAs
 from streamrl.buffer.shard import OverdueLease
 from streamrl.buffer.staleness_credits import OversamplingController
 from streamrl.data.pass_rates import PassRates
+from streamrl.data.replays import ReplayStore
 from streamrl.dataflow import FILTER_COLUMN
 from streamrl.errors import ConfigError, DropLimitError, FilterLimitError, ServiceOutageError
 from streamrl.files.typed_settings import FIXED_ON_RESUME, above, at_least, one_of
-from streamrl.messages import Experience, GroupInfo, GroupOutcome, Prompt, make_retry_uid, parse_uid
+from streamrl.messages import (
+    Experience,
+    GroupInfo,
+    GroupOutcome,
+    Prompt,
+    find_replayed_uid,
+    make_retry_uid,
+    parse_uid,
+)
 from streamrl.stream.device_lease import ProgressClock
 from streamrl.stream.protocols import FilterTally, PromptSource
 from streamrl.stream.weight_publisher import WeightPublisher
@@ -102,6 +111,8 @@ class RunState:
     prompt_source: PromptSource
     pass_rates: PassRates | None = None
     """Pass rates by which `prompt_source` draws; None if it draws every row."""
+    replays: ReplayStore | None = None
+    """Trained groups that may be admitted again; None without replay."""
     max_attempts: int = 3
     should_readmit_failed: bool = False
     max_filtered: float = float("inf")
@@ -193,7 +204,11 @@ class RunState:
         for uid, version in in_flight.items():
             self.assembler.admit_group(uid, version)
         queued = set((await queue.get_stats()).uids)
-        await queue.remove_groups(sorted(queued - in_flight.keys()), self.admission.version)
+        ended, version = sorted(queued - in_flight.keys()), self.admission.version
+        if self.replays is None:
+            await queue.remove_groups(ended, version)
+        else:
+            await queue.keep_groups(self.replays.list_kept(in_flight), ended, version)
         # No set difference: the order must not depend on string hashing.
         missing = sorted((uid for uid in in_flight if uid not in queued), key=in_flight.__getitem__)
         self.pending_inserts.update(missing)
@@ -211,8 +226,13 @@ class RunState:
             version, num_drawn = self.admission.announced_version, credit - len(readmitted)
             if num_drawn and self.pass_rates is not None:
                 self.pass_rates.advance_version(version)
+            replayed = self._draw_replays(num_drawn, version)
+            num_drawn -= len(replayed)
+            # From now on the queue must keep what they replay.
+            self.pending_inserts.update(replayed)
             await self.prompt_source.prefetch_prompts(num_drawn)
             prompts += self.prompt_source.draw_prompts(num_drawn)
+            prompts += [self.prompt_source.get_prompt(uid) for uid in replayed]
             uids = [prompt.uid for prompt in prompts]
             self._expect_groups(uids, version)
             if uids:
@@ -224,6 +244,22 @@ class RunState:
             # Infinite wait: capacity frees up when a step ends. The training loop has the deadline.
             on_entered = self.pending_inserts.difference_update
             await queue.insert_prompts(inserting, version, wait_s=math.inf, on_entered=on_entered)
+
+    def _draw_replays(self, count: int, version: int) -> list[str]:
+        """Return the uids of the replays among the next `count` admissions, at `version`."""
+        if self.replays is None:
+            return []
+        ledger, drawn = self.admission.ledger, list[str]()
+        first, busy = ledger.counts.admitted, {*map(find_replayed_uid, ledger.in_flight)}
+        for slot in range(first, first + count):
+            if (uid := self.replays.draw_uid(version, slot, busy)) is not None:
+                drawn.append(uid)
+                busy.add(find_replayed_uid(uid))
+        return drawn
+
+    def list_kept_uids(self) -> list[str] | None:
+        """Return the groups that the queue must keep for replays; None without replay."""
+        return None if self.replays is None else self.replays.list_kept(self.pending_inserts)
 
     def keep_groups(self, uids: Iterable[str]) -> None:
         """Record that the group filter kept groups; ignore groups that are not in flight."""
@@ -313,6 +349,7 @@ class RunState:
         """Return True if the prompt of a group that ended untrained is to be admitted again."""
         attempts = parse_uid(uid)[2] + 1
         is_due = self.should_readmit_failed or outcome.cause in LATE_CAUSES
+        # The attempt of a replay is beyond all limits.
         return is_due and not outcome.filtered and attempts < self.max_attempts
 
     def check_step_limits(self, ended: Mapping[str, GroupOutcome]) -> None:

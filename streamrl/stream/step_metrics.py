@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
-from streamrl.messages import GroupInfo
+from streamrl.messages import GroupInfo, find_replayed_uid
 from streamrl.stream.protocols import FilterTally, StepResult
 from streamrl.telemetry.metric_names import METRICS, STALENESS_HISTOGRAM, Histogram
 from streamrl.telemetry.spans import Span, compute_idle_fraction, sum_busy_s
@@ -102,30 +102,40 @@ def compute_score_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 def _compute_rollout_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
     sums, generate = facts.metric_sums, facts.activity.get(GENERATE_CALL.stage)
     busy = _compute_mean_busy_s(generate, facts) if generate else 0.0
-    sampled = sums["sampled_sum"]
+    # A step may consist of replays alone.
+    sampled, count = sums["sampled_sum"], sums["rollouts"] or NAN
     return {
-        "rollout/length_mean": sampled / sums["rollouts"],
+        "rollout/length_mean": sampled / count,
         "rollout/length_max": sums["sampled_max"],
-        "rollout/probability_mean": sums["probability_sum"] / sampled if generate else NAN,
-        "rollout/truncated_frac": sums["truncated_sum"] / sums["rollouts"],
+        "rollout/probability_mean": sums["probability_sum"] / (sampled or NAN) if generate else NAN,
+        "rollout/truncated_frac": sums["truncated_sum"] / count,
         "rollout/tokens_per_s": sampled / busy if busy > 0 else NAN,
     }
 
 
 def _compute_staleness_metrics(facts: StepFacts) -> dict[str, float | Histogram]:
-    """Return how many versions old the trained tokens of a step are, and where they waited."""
+    """Return how many versions old the trained tokens of a step are, and where they waited.
+
+    Tokens of replays count apart.
+    """
     tokens: Counter[int] = Counter()
+    replays: Counter[int] = Counter()
     in_queue = 0
     for group in facts.outcome.groups:
+        if find_replayed_uid(group.uid) is not None:
+            replays[facts.outcome.version - group.info.min_version] += 1
+            continue
         for version, count in group.info.version_tokens:
             tokens[facts.outcome.version - version] += count
             in_queue += (facts.outcome.version - group.ready_version) * count
-    total = tokens.total()
+    total = tokens.total() or NAN
     mean = sum(staleness * count for staleness, count in tokens.items()) / total
     return {
+        "replay/groups": replays.total(),
+        "replay/age_max": max(replays, default=NAN),
         "staleness/mean": mean,
-        "staleness/max": max(tokens),
-        "weights/tokens_per_version": total / len(tokens),
+        "staleness/max": max(tokens, default=NAN),
+        "weights/tokens_per_version": total / (len(tokens) or NAN),
         "staleness/in_queue_mean": in_queue / total,
         "staleness/in_flight_mean": mean - in_queue / total,
         STALENESS_HISTOGRAM: Histogram.from_integer_counts(tokens, maximum=facts.max_staleness),

@@ -267,9 +267,12 @@ async def train_step(
         announced = await run_state.publisher.begin_publish(version + 1, awaited=awaited)
     run_state.adaptive_params.update_after_step(results[POLICY].metric_sums)
     run_state.admission.advance_version(version + 1, announced=announced)
+    if recorded is None and run_state.replays is not None:
+        run_state.replays.record_step(version, step.infos)
     filter_tally = run_state.reset_step_counts()
     inserted = run_state.inserted_uids
-    stats = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
+    uids, keep = [group.uid for group in step.groups], run_state.list_kept_uids()
+    stats = await stage.queue.end_step(uids, version + 1, keep)
     counts = run_state.admission.ledger.check_balance(stats.uids, inserted=inserted)
     return StepResult(
         version,

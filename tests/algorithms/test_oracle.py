@@ -69,7 +69,10 @@ BY_TIME = ("ppo", "vapo", "remax", "reinforce_pp", "safe_rlhf")
 def configure(name: str = "grpo", **settings: object) -> AlgorithmConfig:
     """Return a row's config in which few random tokens reach every branch."""
     low, high = CLIPS.get(name, (None, None))
-    defaults = {"params": PARAMS.get(name, {}), "clip_low": low, "clip_high": high}
+    share = settings.pop("top_entropy", None)
+    shared = {} if share is None else {"top_entropy": share}
+    settings["params"] = {**settings.pop("params", PARAMS.get(name, {})), **shared}  # type: ignore[dict-item]
+    defaults = {"clip_low": low, "clip_high": high}
     return AlgorithmConfig(name=name, **{**defaults, **settings})  # type: ignore[arg-type]
 
 

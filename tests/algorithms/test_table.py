@@ -98,7 +98,11 @@ def test_advantages_are_derived_from_few_columns(settings, columns):
             {"kl_in": "reward", "kl_kind": "k3+"},
             r"kl_kind=k3\+: .*kl_kind=k3\.$",
         ),
-        (AlgorithmConfig, {"params": {"a.tau": 1.0}}, "a.tau=1.0: unknown; params of grpo: none$"),
+        (
+            AlgorithmConfig,
+            {"params": {"a.tau": 1.0}},
+            "a.tau=1.0: unknown; params of grpo: top_entropy$",
+        ),
         (AlgorithmConfig, {"name": "sapo", "params": {"tau": 1.0}}, "sapo: temperature_positive,"),
         (
             AlgorithmConfig,

@@ -91,6 +91,8 @@ def test_shard_too_small_for_a_step_raises_with_the_calculation():
     with pytest.raises(ConfigError, match=message):
         check_shard_bytes(8 << 20, **facts)
     check_shard_bytes(10 << 20, **facts)
+    with pytest.raises(ConfigError, match=r"30.00 MB = \(pipe.* 4 \+ 2 \* data.replay.size 4\) \*"):
+        check_shard_bytes(10 << 20, replay_size=4, **facts)
 
 
 @given(st.integers(0, 8), st.integers(1, 64), st.integers(0, 100))

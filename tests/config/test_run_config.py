@@ -293,6 +293,9 @@ def test_a_value_of_a_wrong_type_is_one_line_with_key_and_value(recipe: Path):
         ("reference.decay=0.5", "reference.decay=0.5: .*reference.every=0"),
         ("reference={path: a, every: 1}", "reference.every=1: would replace .* reference.path"),
         ("reference.path=a", "reference.path=a: .*uses no reference"),
+        ("data.replay.frac=2", r"data.replay.frac=2\.?0?: "),
+        ("data.replay={frac: 0.2, siz: 3}", "data.replay.siz=3: .*size"),
+        ("data.replay.frac=0.2", "data.replay=.*need truncated importance weights. Set"),
         ("reference.world_size=2", "reference.world_size=2: .*uses no reference"),
         ("reference.replicas=2", "reference.replicas=2: .*uses no reference"),
         ("reference={world_size: 3, tensor_parallel: 2}", "reference.tensor_parallel=2: must divi"),
@@ -326,6 +329,29 @@ def test_a_sampling_mask_needs_all_words_on_each_rank(recipe: Path):
     with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel=2 divides the words"):
         load_config(recipe, split)
     load_config(recipe, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.name=gpg", "compare all groups of a step"),
+        ("algorithm.advantage_scale=batch", "compare all groups of a step"),
+        ("algorithm.correction.weight_high=null", "need truncated importance weights"),
+        ("pipeline.max_staleness=16", "max_age must be above pipeline.max_staleness=16"),
+        ("queue.journal.enabled=false", "a resume needs the kept groups"),
+        ("algorithm.name=ppo algorithm.whiten_advantages=false", "without critic"),
+    ],
+)
+def test_replays_need_truncated_weights_and_advantages_of_their_group_alone(
+    recipe: Path, override: str, message: str
+):
+    overrides = [
+        "data.replay.frac=0.2",
+        "algorithm.correction={proximal: trainer, weights: token}",
+    ]
+    load_config(recipe, overrides)
+    with pytest.raises(ConfigError, match=f"data.replay=.*{message}"):
+        load_config(recipe, [*overrides, *override.split()])
 
 
 def test_ranks_of_a_reference_below_the_policys_adapters_are_refused(recipe: Path):

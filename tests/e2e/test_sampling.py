@@ -1,9 +1,10 @@
-"""Prompts drawn by difficulty in real runs, killed and resumed."""
+"""Prompts drawn by difficulty, and replays, in real runs, killed and resumed."""
 
 from pathlib import Path
 
 import pytest
 
+from streamrl.messages import find_replayed_uid
 from tests.e2e.launched import Launched, audit, rows, train
 from tests.toy import write_toy
 
@@ -15,14 +16,16 @@ def score(prompt, completion):
 
 
 @pytest.mark.slow
-def test_a_killed_run_that_samples_by_difficulty_draws_the_prompts_of_an_undisturbed_run(
+def test_a_killed_run_draws_the_prompts_by_difficulty_and_replays_of_an_undisturbed_run(
     tmp_path: Path,
 ):
     toy = write_toy(tmp_path)
     (toy / "third.py").write_text(REWARD)
     words = [
-        "run.steps=14",
+        "run.steps=18",
         "data.sampling=difficulty",
+        "data.replay={frac: 0.3, size: 6, max_age: 8}",
+        "algorithm.correction={proximal: trainer, weights: token}",
         "pipeline.max_staleness=0",
         "checkpoint.every=5",
         "filter.kind=equal_rewards",
@@ -40,6 +43,13 @@ def test_a_killed_run_that_samples_by_difficulty_draws_the_prompts_of_an_undistu
     last = rows(killed_dir)[-1]
     counted = sum(last[f"ledger/{name}"] for name in ("trained", "filtered", "dropped"))
     assert last["ledger/admitted"] == counted + last["ledger/in_flight"]
+    sources = [source for uid in drawn if (source := find_replayed_uid(uid))]
+    assert sources and {*sources} < {*audit(killed_dir).trained}
+    replays = [row["replay/groups"] for row in rows(killed_dir)]
+    assert 0 < sum(replays) <= len(sources)
+    ages = [row["replay/age_max"] for row in rows(killed_dir) if row["replay/groups"]]
+    assert all(1 <= age <= 8 for age in ages)
+    drawn = [uid for uid in drawn if find_replayed_uid(uid) is None]
     indices = [int(uid.split(":")[1]) for uid in drawn]
     assert max(map(indices.count, indices)) > 1 < last["prompts/seen"], "epochs that never repeat"
     rows_by_rate = [sum(index % 3 == rest for index in indices) for rest in range(3)]

@@ -65,7 +65,7 @@ SEVERAL = AlgorithmConfig(
 TOP_ENTROPY = 0.4
 LOOKING = AlgorithmConfig(
     name="otb",
-    top_entropy=TOP_ENTROPY,
+    params={"top_entropy": TOP_ENTROPY},
     correction=CorrectionConfig(proximal="trainer", weights="token"),
 )
 PPO = AlgorithmConfig(name="ppo", whiten_advantages=False)

@@ -194,6 +194,7 @@ class CoordinatorActor(PingableActor):
             self._adaptive_params,
             self._prompts,
             pass_rates=self._prompts.pass_rates,
+            replays=self._prompts.replays,
             max_attempts=config.queue.max_attempts,
             should_readmit_failed=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,

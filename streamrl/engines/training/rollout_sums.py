@@ -11,6 +11,7 @@ from streamrl.messages import (
     Columns,
     count_samples,
     find_first_samples,
+    find_replayed_uid,
     has_equal_scores,
     is_component_column,
     split_token_column,
@@ -24,6 +25,8 @@ def sum_rollouts(
     groups: Mapping[str, Columns], picks: Sequence[RolloutIndex], derived: Mapping[str, Columns]
 ) -> dict[str, float]:
     """Sum scores, costs and reward components of included rollouts, and tokens of all that ended.
+
+    Replays do not count.
 
     `picks` are (uid, index of the rollout in its group), with all samples of an episode, which
     count as one rollout. A group with an included rollout counts once, with its first. `derived`
@@ -44,6 +47,8 @@ def sum_rollouts(
     }
     sampled = {uid: _sum_sampled_tokens(columns) for uid, columns in groups.items()}
     for uid, index in picks:
+        if find_replayed_uid(uid) is not None:
+            continue  # of an older policy
         if index not in sampled[uid]:
             continue  # not the first sample of its episode
         columns = groups[uid]

@@ -275,7 +275,9 @@ class SimulatedQueue:
         for stage_queue in self._stage_queues.values() if surplus else ():
             stage_queue.remove_groups(surplus)
 
-    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+    async def end_step(
+        self, uids: Sequence[str], version: int, keep: Sequence[str] | None = None
+    ) -> ShardStats:
         """Remove the groups of a finished step; return the queue's statistics of that step."""
         await self.remove_groups(uids, version)
         stats = await self.get_stats()
