@@ -80,10 +80,10 @@ class Plan:
     fail_rate: float = 0.0
     filter_rate: float = 0.0
     rows: int = 0
+    """Rows of the data, sampled by difficulty, with verdicts by uid; 0: endless prompts."""
     replay_frac: float = 0.0
     replay_size: int = 6
     replay_age: int = 8
-    """Rows of the data, sampled by difficulty, with verdicts by uid; 0: endless prompts."""
     oversample: float | None = 1.0
     max_filtered: float = float("inf")
     max_dropped: float = float("inf")

@@ -319,14 +319,6 @@ class ExperienceQueue:
         await self._call_owners(QueueShard.remove_groups, uids, version)
         self._forget_groups(uids)
 
-    async def keep_groups(self, keep: Sequence[str], uids: Sequence[str], version: int) -> None:
-        """Remove groups like `remove_groups`; keep the columns of `keep` alone for replays."""
-        await _gather_all(
-            shard.call(QueueShard.remove_groups, batch, version, kept)
-            for shard, batch, kept in self._route_removal(uids, keep)
-        )
-        self._forget_groups(uids)
-
     async def end_step(
         self, uids: Sequence[str], version: int, keep: Sequence[str] | None = None
     ) -> ShardStats:
@@ -336,9 +328,10 @@ class ExperienceQueue:
         for replays; None: as before.
         """
         # Also the shards without groups of this step learn the version.
+        batches, kept = self._route_entries(uids), self._route_entries(keep or ())
         stats = await _gather_all(
-            shard.call(QueueShard.end_step, batch, version, None if keep is None else kept)
-            for shard, batch, kept in self._route_removal(uids, keep or ())
+            shard.call(QueueShard.end_step, batch, version, None if keep is None else share)
+            for shard, batch, share in zip(self.shards, batches, kept, strict=True)
         )
         self._forget_groups(uids)
         return merge_stats(stats)
@@ -411,12 +404,6 @@ class ExperienceQueue:
         """Return the shards that own groups of the entries, each with its entries."""
         pairs = zip(self.shards, self._route_entries(entries), strict=True)
         return [(shard, batch) for shard, batch in pairs if batch]
-
-    def _route_removal(
-        self, uids: Sequence[str], keep: Sequence[str]
-    ) -> Iterable[tuple[ShardProxy, list[str], list[str]]]:
-        """Return all shards, each with its own uids among those to remove and those to keep."""
-        return zip(self.shards, self._route_entries(uids), self._route_entries(keep), strict=True)
 
     def _route_entries(self, entries: Iterable[E]) -> list[list[E]]:
         """Return for each shard the entries about groups that it owns."""

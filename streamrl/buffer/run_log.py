@@ -253,11 +253,8 @@ class TrainedStep:
 
     @property
     def pass_rates(self) -> dict[str, float | None]:
-        """Pass rates by uid; those of replays are of an older policy, and None."""
-        return {
-            group.uid: group.info.pass_rate if find_replayed_uid(group.uid) is None else None
-            for group in self.groups
-        }
+        """Pass rates by uid, without replays, which an older policy sampled."""
+        return {g.uid: g.info.pass_rate for g in self.groups if not find_replayed_uid(g.uid)}
 
     @property
     def infos(self) -> dict[str, GroupInfo]:

@@ -67,32 +67,24 @@ def bound_group_bytes(
 
 
 def check_shard_bytes(
-    shard_bytes: int,
-    *,
-    group_bytes: int,
-    groups_per_step: int,
-    location: str,
-    remedy: str,
-    replay_size: int = 0,
+    shard_bytes: int, *, group_bytes: int, groups: Mapping[str, int], location: str, remedy: str
 ) -> None:
-    """Raise ConfigError if a shard cannot hold all groups of a training step at their largest.
+    """Raise ConfigError if a shard cannot hold the groups that it must, at their largest.
 
     All groups of a step may hash to the same shard, and no group leaves before the step is trained.
     A smaller shard deadlocks: the step waits for groups that wait for capacity.
 
-    group_bytes: largest size of a group. replay_size: groups kept for
-        replays; as many again may have left the store while a replay of them waits for the shard.
+    group_bytes: largest size of a group. groups: numbers of groups, by the setting they come from.
     location: setting and node that limit the shard, for the message.
     remedy: setting that enlarges the shard; the factor by which it must grow follows.
     """
-    needed = (groups_per_step + 2 * replay_size) * group_bytes
-    step = f"pipeline.groups_per_step {groups_per_step}"
-    count = f"({step} + 2 * data.replay.size {replay_size})" if replay_size else step
+    needed = sum(groups.values()) * group_bytes
+    count = " + ".join(f"{name} {number}" for name, number in groups.items() if number)
     if shard_bytes < needed:
         raise ConfigError(
             f"{location}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
-            f" {needed / 2**20:.2f} MB = {count} *"
-            f" {group_bytes / 2**20:.2f} MB, the largest group: raise {remedy}"
+            f" {needed / 2**20:.2f} MB = {sum(groups.values())} *"
+            f" {group_bytes / 2**20:.2f} MB, the largest group ({count}): raise {remedy}"
             f" {math.ceil(10 * needed / max(shard_bytes, 1)) / 10:g} times"
         )
 

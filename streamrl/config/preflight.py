@@ -505,8 +505,11 @@ def compute_shard_bytes(
     check_shard_bytes(
         shard_bytes,
         group_bytes=config.bound_group_bytes(prepared.max_length),
-        groups_per_step=config.pipeline.groups_per_step,
-        replay_size=replay.size if replay else 0,
+        groups={
+            "pipeline.groups_per_step": config.pipeline.groups_per_step,
+            # As many again may have left the store while a replay of them waits for the shard.
+            "twice data.replay.size": 2 * replay.size if replay else 0,
+        },
         location=f"{config.queue.store_share:.0%} of an object store of"
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
         remedy="--object-store-memory of `ray start`"

@@ -693,37 +693,22 @@ def _iter_group_replay_conflicts(config: RunConfig, replay: ReplayConfig) -> Ite
     """Yield the rules on the replay of trained groups, which an older policy sampled."""
     algorithm, correction = config.algorithm, config.algorithm.correction
     is_truncated = correction.weights != NO_CORRECTION and correction.weight_high is not None
-    settings = config.algorithm_settings
-    by_step = settings.whiten_advantages or settings.advantage_scale == "batch"
-    key = "data.replay"
-    yield (
-        not is_truncated,
-        key,
+    settings, has_critic = config.algorithm_settings, CRITIC in config.dataflow.trained_roles
+    by_step = settings.advantage_scale == "batch" or algorithm.spec.scope == "step"
+    staleness = config.pipeline.max_staleness
+    rules = {
         "replayed tokens need truncated importance weights. Set algorithm.correction.proximal"
-        "=trainer, algorithm.correction.weights=token and a weight_high",
-    )
-    yield (
-        by_step or algorithm.spec.scope == "step",
-        key,
+        "=trainer, algorithm.correction.weights=token and a weight_high": not is_truncated,
         "the advantages compare all groups of a step, replays with new ones. Choose another"
-        " algorithm, advantage_scale or whiten_advantages",
-    )
-    yield (
-        CRITIC in config.dataflow.trained_roles or bool(config.reference.every),
-        key,
+        " algorithm, advantage_scale or whiten_advantages": by_step or settings.whiten_advantages,
         "values and moving references of replayed groups are out of date. Choose an algorithm"
-        " without critic, and reference.every=0",
-    )
-    yield (
-        replay.max_age <= config.pipeline.max_staleness,
-        key,
-        f"max_age must be above pipeline.max_staleness={config.pipeline.max_staleness}",
-    )
-    yield (
-        not config.queue.journal.enabled,
-        key,
-        "a resume needs the kept groups. Set queue.journal.enabled=true",
-    )
+        " without critic, and reference.every=0": has_critic or bool(config.reference.every),
+        f"max_age must be above pipeline.max_staleness={staleness}": replay.max_age <= staleness,
+        "a resume needs the kept groups. Set queue.journal.enabled=true": (
+            not config.queue.journal.enabled
+        ),
+    }
+    yield from ((holds, "data.replay", rule) for rule, holds in rules.items())
 
 
 def _iter_score_conflicts(config: RunConfig) -> Iterator[Conflict]:

@@ -204,14 +204,11 @@ class RunState:
         for uid, version in in_flight.items():
             self.assembler.admit_group(uid, version)
         queued = set((await queue.get_stats()).uids)
-        ended, version = sorted(queued - in_flight.keys()), self.admission.version
-        if self.replays is None:
-            await queue.remove_groups(ended, version)
-        else:
-            await queue.keep_groups(self.replays.list_kept(in_flight), ended, version)
         # No set difference: the order must not depend on string hashing.
         missing = sorted((uid for uid in in_flight if uid not in queued), key=in_flight.__getitem__)
         self.pending_inserts.update(missing)
+        ended, version = sorted(queued - in_flight.keys()), self.admission.version
+        await queue.end_step(ended, version, self.list_kept_uids())
         self.prompts_to_insert += [self.prompt_source.get_prompt(uid) for uid in missing]
 
     async def fill_queue(self, queue: ExperienceQueue) -> None:
@@ -226,13 +223,15 @@ class RunState:
             version, num_drawn = self.admission.announced_version, credit - len(readmitted)
             if num_drawn and self.pass_rates is not None:
                 self.pass_rates.advance_version(version)
-            replayed = self._draw_replays(num_drawn, version)
-            num_drawn -= len(replayed)
+            # In the order of their numbers, however many credits come at once.
+            first = self.admission.ledger.counts.admitted + len(prompts)
+            replayed = self._draw_replays(version, range(first, first + num_drawn))
             # From now on the queue must keep what they replay.
-            self.pending_inserts.update(replayed)
-            await self.prompt_source.prefetch_prompts(num_drawn)
-            prompts += self.prompt_source.draw_prompts(num_drawn)
-            prompts += [self.prompt_source.get_prompt(uid) for uid in replayed]
+            self.pending_inserts.update(filter(None, replayed))
+            await self.prompt_source.prefetch_prompts(num_drawn := replayed.count(None))
+            drawn = iter(self.prompt_source.draw_prompts(num_drawn))
+            get_prompt = self.prompt_source.get_prompt
+            prompts += [next(drawn) if uid is None else get_prompt(uid) for uid in replayed]
             uids = [prompt.uid for prompt in prompts]
             self._expect_groups(uids, version)
             if uids:
@@ -245,16 +244,14 @@ class RunState:
             on_entered = self.pending_inserts.difference_update
             await queue.insert_prompts(inserting, version, wait_s=math.inf, on_entered=on_entered)
 
-    def _draw_replays(self, count: int, version: int) -> list[str]:
-        """Return the uids of the replays among the next `count` admissions, at `version`."""
+    def _draw_replays(self, version: int, slots: range) -> list[str | None]:
+        """Return the replay that each admission is at `version`, by number; None: a new prompt."""
         if self.replays is None:
-            return []
-        ledger, drawn = self.admission.ledger, list[str]()
-        first, busy = ledger.counts.admitted, {*map(find_replayed_uid, ledger.in_flight)}
-        for slot in range(first, first + count):
-            if (uid := self.replays.draw_uid(version, slot, busy)) is not None:
-                drawn.append(uid)
-                busy.add(find_replayed_uid(uid))
+            return [None] * len(slots)
+        busy, drawn = {*map(find_replayed_uid, self.admission.ledger.in_flight)}, list[str | None]()
+        for slot in slots:
+            drawn.append(uid := self.replays.draw_uid(version, slot, busy))
+            busy.add(uid and find_replayed_uid(uid))
         return drawn
 
     def list_kept_uids(self) -> list[str] | None:

@@ -79,20 +79,21 @@ def make_full() -> tuple[Ledger, AdmissionController]:
 def test_shard_too_small_for_a_step_raises_with_the_calculation():
     message = (
         r"^queue.store_share=0.5: 8.00 MB for a shard, must be at least 10.00 MB"
-        r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group:"
+        r" = 4 \* 2.50 MB, the largest group \(pipeline.groups_per_step 4\):"
         r" raise placement.object_store_mb 1.3 times$"
     )
     facts: dict[str, Any] = {
         "group_bytes": 5 << 19,
-        "groups_per_step": 4,
+        "groups": {"pipeline.groups_per_step": 4, "twice data.replay.size": 0},
         "location": "queue.store_share=0.5",
         "remedy": "placement.object_store_mb",
     }
     with pytest.raises(ConfigError, match=message):
         check_shard_bytes(8 << 20, **facts)
     check_shard_bytes(10 << 20, **facts)
-    with pytest.raises(ConfigError, match=r"30.00 MB = \(pipe.* 4 \+ 2 \* data.replay.size 4\) \*"):
-        check_shard_bytes(10 << 20, replay_size=4, **facts)
+    with pytest.raises(ConfigError, match=r"30.00 MB = 12 \* .* 4 \+ twice data.replay.size 8\)"):
+        groups = {**facts["groups"], "twice data.replay.size": 8}
+        check_shard_bytes(10 << 20, **{**facts, "groups": groups})
 
 
 @given(st.integers(0, 8), st.integers(1, 64), st.integers(0, 100))

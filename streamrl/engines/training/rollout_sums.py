@@ -47,10 +47,8 @@ def sum_rollouts(
     }
     sampled = {uid: _sum_sampled_tokens(columns) for uid, columns in groups.items()}
     for uid, index in picks:
-        if find_replayed_uid(uid) is not None:
-            continue  # of an older policy
-        if index not in sampled[uid]:
-            continue  # not the first sample of its episode
+        if find_replayed_uid(uid) is not None or index not in sampled[uid]:
+            continue  # of an older policy, or not the first sample of its episode
         columns = groups[uid]
         score, (tokens, probability) = float(columns["scores"][index]), sampled[uid][index]
         scores = columns["scores"][derived[uid]["included"]]
