@@ -282,7 +282,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
 
 def make_target_columns(prompt: Prompt, version: int) -> dict[str, Array]:
-    """Return the columns of the targets of a prompt, samples of an episode whose score is 1.
+    """Return the columns of the targets of a prompt, whose score is 1; a pair is an episode.
 
     `version` stands for that which sampled them; their logprobs are unknown, and 0.
     """
@@ -293,9 +293,10 @@ def make_target_columns(prompt: Prompt, version: int) -> dict[str, Array]:
         versions = np.where(loss_mask, version, -1).astype(np.int32)
         zeros = np.zeros(len(token_ids), np.float32)
         rollouts.append(Rollout(token_ids, loss_mask, zeros, versions, FinishReason.STOP))
-    count = len(rollouts)
-    own = {EPISODE_COLUMN: np.zeros(count, np.int32), "scores": np.ones(count, np.float32)}
-    return {**rollouts_to_columns(rollouts), **own}
+    columns = {**rollouts_to_columns(rollouts), "scores": np.ones(len(rollouts), np.float32)}
+    if len(rollouts) > 1:
+        columns[EPISODE_COLUMN] = np.zeros(len(rollouts), np.int32)
+    return columns
 
 
 def describe_prompt(prompt: Prompt) -> str:

@@ -38,7 +38,7 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> TrainingTask:
     path = config.get_model_path(role)
     spec, settings = config.algorithm.spec, config.algorithm_settings
     options = ModelLoadOptions(config.get_trainer_config(role).attention, max_length)
-    temperature, clip = config.generator.temperature, config.critic.value_clip
+    temperature, clip = config.temperature, config.critic.value_clip
     if role == POLICY and config.critic.shared_coef is not None:
         coef = config.critic.shared_coef
         return TwoHeadedTask(
@@ -46,7 +46,6 @@ def _make_task(config: RunConfig, max_length: int, role: str) -> TrainingTask:
         )
     if role == POLICY:
         kind = PairTask if spec.trains_on == PAIRS else PolicyTask
-        temperature = 1.0 if config.reads_rows else temperature
         return kind(path, spec, settings, temperature, options=options)
     return CriticTask(path, spec, settings, clip, name=role, options=options)
 
@@ -80,7 +79,7 @@ def make_scoring_rank(config: RunConfig, max_length: int, rank: int, call: Model
     spec, settings = config.algorithm.spec, config.algorithm_settings
     task: ModelTask
     if call.role == REFERENCE_CALL.role:
-        path, temperature = config.get_model_path(call.role), config.generator.temperature
+        path, temperature = config.get_model_path(call.role), config.temperature
         task = PolicyTask(
             path, spec, settings, temperature, _find_top_words(config), options=options
         )

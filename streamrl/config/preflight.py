@@ -226,7 +226,14 @@ def _check_model_files(config: RunConfig) -> None:
     vocab_size = read_vocab_size(config.model.path)
     exceeds = any(token_id >= vocab_size for token_id in config.generator.stop_token_ids)
     rule = f"the vocabulary has ids below {vocab_size}"
-    check_conflicts(config, [(exceeds, "generator.stop_token_ids", rule)])
+    is_wide = config.generator.num_mask_words > vocab_size
+    check_conflicts(
+        config,
+        [
+            (exceeds, "generator.stop_token_ids", rule),
+            (is_wide, "generator.sampling_mask", f"top_k: {rule}"),
+        ],
+    )
 
 
 def _check_trained_model(config: RunConfig, role: str) -> list[str]:
@@ -285,6 +292,8 @@ def _check_reference(config: RunConfig, max_length: int) -> list[str]:
 
 def _check_router_replay(config: RunConfig) -> None:
     """Raise ConfigError if the routers' choices cannot be replayed, or not returned."""
+    if config.algorithm_settings.router_replay == "off":
+        return
     sizes = get_expert_sizes(read_model_config(config.model.path))
     is_split_on_cpu = config.generator.tensor_parallel > 1 and not has_local_gpu()
     rules = {
@@ -294,10 +303,8 @@ def _check_router_replay(config: RunConfig) -> None:
         "on CPUs only a generator of one process tells its experts; set"
         " generator.tensor_parallel=1": config.returns_experts and is_split_on_cpu,
     }
-    replays = config.algorithm_settings.router_replay != "off"
     check_conflicts(
-        config,
-        [(replays and holds, "algorithm.router_replay", rule) for rule, holds in rules.items()],
+        config, [(holds, "algorithm.router_replay", rule) for rule, holds in rules.items()]
     )
 
 

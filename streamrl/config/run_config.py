@@ -322,6 +322,11 @@ class RunConfig(ConfigSections):
             raise ConfigError(str(error)) from error
 
     @property
+    def temperature(self) -> float:
+        """Temperature of log-probabilities: that of sampling; 1 where nobody samples."""
+        return 1.0 if self.reads_rows else self.generator.temperature
+
+    @property
     def max_rollouts_per_episode(self) -> int:
         """Most samples of an episode; those of a pair are of one, so that they train together."""
         if self.reads_rows:
@@ -682,11 +687,15 @@ def _iter_row_conflicts(config: RunConfig) -> Iterator[Conflict]:
         "data.replay",
         f"has no effect: {name} trains on rows of the data. Remove it",
     )
-    yield (
-        bool(config.algorithm.kl_coef) and config.algorithm.spec.trains_on == PAIRS,
-        "algorithm.kl_coef",
-        f"has no meaning: {name} trains no policy. Set it to 0",
-    )
+    settings, is_pairs = config.algorithm_settings, config.algorithm.spec.trains_on == PAIRS
+    for key, is_set, allowed in (
+        ("kl_coef", bool(settings.kl_coef), not is_pairs),
+        ("ptx_coef", bool(config.algorithm.ptx_coef), not is_pairs),
+        ("entropy_coef", bool(settings.entropy_coef), not is_pairs),
+        ("kl_in", bool(settings.kl_coef) and settings.kl_in == "reward", False),
+        ("whiten_advantages", settings.whiten_advantages, False),
+    ):
+        yield is_set and not allowed, f"algorithm.{key}", f"has no meaning for {name}; leave it out"
 
 
 def _iter_group_replay_conflicts(config: RunConfig, replay: ReplayConfig) -> Iterator[Conflict]:

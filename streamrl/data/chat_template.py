@@ -365,6 +365,27 @@ def render_text(
         raise ConfigError(problem) from error.__cause__
 
 
+def render_closed_text(
+    tokenizer: "PreTrainedTokenizerBase", conversation: Conversation, template: ChatTemplate
+) -> str:
+    """Render a whole conversation as a reward model reads it, between the tokens of its frame.
+
+    Without a template source the last message follows the others without a newline.
+    """
+    if template.source is not None:
+        return render_text(tokenizer, conversation, template, is_closed=True)
+    encoder = template.get_encoder(tokenizer)
+    contents = [encoder.guard(message["content"]) for message in conversation.messages]
+    return "\n".join(contents[:-1]) + contents[-1]
+
+
+def get_text_frame(
+    tokenizer: "PreTrainedTokenizerBase", template: ChatTemplate
+) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after a text that a reward model reads; a template has them."""
+    return get_frame_tokens(tokenizer) if template.source is None else ([], [])
+
+
 def _apply_template(
     tokenizer: "PreTrainedTokenizerBase",
     source: str,

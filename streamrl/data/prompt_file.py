@@ -156,8 +156,8 @@ class PromptFile:
         self._make_renderer = make_renderer if file.gives != ROLLOUTS else None
         self._rendered: dict[int, RenderedRow | ConfigError] = {}
         recorded = os.path.join(file.path, RECORDED_FOLDER)
-        is_run = self._make_renderer and os.path.isdir(recorded)
-        self.table = open_table(recorded if is_run else file.path, file.split)
+        self._is_recorded = self._make_renderer is not None and os.path.isdir(recorded)
+        self.table = open_table(recorded if self._is_recorded else file.path, file.split)
         self.indices = first + self.table.get_indices()
         self._first_index = first
         self._tokenizer = tokenizer
@@ -168,7 +168,7 @@ class PromptFile:
         Raises DataError if rows are unreadable, and ConfigError for an unusable template or filter.
         """
         read = self.table.read_rows(np.searchsorted(self.indices, indices).tolist())
-        keys = self.file.row_keys
+        keys = replace(self.file.row_keys, is_recorded=self._is_recorded)
         parsed = [parse_record(record, place, index, keys) for place, index, record in read]
         with _render_lock:
             template, keep = self._template_and_filter
@@ -207,14 +207,15 @@ class PromptFile:
     ) -> Sequence[RenderedRow | ConfigError]:
         """Render rows to the token ids of prompts, with the targets that they give."""
         if self._make_renderer is not None:
-            for row in rows:
-                if row.index not in self._rendered:
-                    rendered = _catch_config_error(self._renderer.render_row, row)
-                    self._rendered[row.index] = rendered
-            found = [self._rendered[row.index] for row in rows]
             if len(self._rendered) > MAX_RENDERED_ROWS:
                 self._rendered.clear()
-            return found
+            for row in rows:
+                if row.index not in self._rendered:
+                    try:
+                        self._rendered[row.index] = self._renderer.render_row(row)
+                    except ConfigError as error:
+                        self._rendered[row.index] = error
+            return [self._rendered[row.index] for row in rows]
         prompts = _render_token_ids(self._tokenizer(), rows, template)
         return [ids if isinstance(ids, ConfigError) else (ids, ()) for ids in prompts]
 
@@ -252,7 +253,7 @@ class PromptFile:
     def _is_accepted(self, row: DataRow) -> bool:
         """Return whether a row has enough score and, as a recorded rollout, ended by itself."""
         finish, score = (row.extra_info.get(name) for name in ("finish_reason", "score"))
-        if self._make_renderer is not None and finish not in (None, "stop"):
+        if self._is_recorded and finish != "stop":
             return False
         if (least := self.file.min_score) is None:
             return True
@@ -301,15 +302,6 @@ def _render_token_ids(
     return [item for row in rows for item in _render_token_ids(tokenizer, [row], template)]
 
 
-def _catch_config_error(
-    render: Callable[[DataRow], RenderedRow], row: DataRow
-) -> RenderedRow | ConfigError:
-    try:
-        return render(row)
-    except ConfigError as error:
-        return error
-
-
 def make_prompt(
     row: DataRow,
     token_ids: Sequence[int],
@@ -336,7 +328,8 @@ def _choose_status(prompt: Prompt, keep: PromptFilter, limits: PromptLimits) -> 
     location, length = prompt.row_location, prompt.num_tokens
     if not len(prompt.token_ids):
         raise ConfigError(f"{location}: the prompt has no tokens")
-    largest = int(prompt.token_ids.max())
+    parts = [prompt.token_ids, *(np.frombuffer(ids, np.int32) for ids, _ in prompt.targets)]
+    largest = max(int(part.max(initial=0)) for part in parts)
     if largest >= limits.vocab_size:
         raise ConfigError(
             f"{location}: the prompt has token id {largest}, but the model's vocabulary has"
@@ -350,7 +343,8 @@ def _choose_status(prompt: Prompt, keep: PromptFilter, limits: PromptLimits) -> 
         return RowStatus.KEPT
     if limits.on_long == "error":
         raise ConfigError(
-            f"{location}: the prompt has {length} tokens, the limit is {limits.max_tokens} "
+            f"{location}: the prompt{' and its completion have' if prompt.targets else ' has'}"
+            f" {length} tokens, the limit is {limits.max_tokens} "
             "(data.on_long_prompt=skip skips it)"
         )
     return RowStatus.TOO_LONG

@@ -26,10 +26,12 @@ from streamrl.errors import ConfigError, DataError, get_message
 from streamrl.files.bounded_read import check_depth, parse_json
 from streamrl.messages import PAIRS, ROLLOUTS, TARGETS
 
-JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs", "turns")
+JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs")
 """Object columns that may be JSON text; a parquet column has a single type for all rows."""
 COMPLETION_COLUMNS = {TARGETS: ("completion",), PAIRS: ("chosen", "rejected")}
 Messages = tuple[Mapping[str, Any], ...]
+Piece = tuple[str, bool, bool]
+"""Text of a recorded episode, whether the policy wrote it, and whether it is a prompt."""
 _CHAT_PATTERN = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 """Start of a list of chat messages, in JSON or as Python's repr."""
 
@@ -56,8 +58,8 @@ class DataRow:
     location: file and row, for errors. index: line or record number in the file, from 0.
     environment: name of the environment of the row's episodes; "" if the row names none.
     tools: JSON schemas of functions. template_arguments: extra arguments of the chat template.
-    completions: messages that may follow the prompt, of one target or of a pair. pieces: texts of a
-    recorded episode, with its control tokens, and whether the policy wrote them.
+    completions: messages that may follow the prompt, of one target or of a pair. pieces: a recorded
+    episode, with its control tokens.
     """
 
     location: str
@@ -71,7 +73,7 @@ class DataRow:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
     completions: tuple[Messages, ...] = ()
-    pieces: Sequence[tuple[str, bool]] = ()
+    pieces: Sequence[Piece] = ()
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,14 @@ class RowKeys:
     """How to read the rows of a file: columns of prompt and ground truth, "" for the usual one.
 
     gives: ROLLOUTS, or the completions that a row must have. last_turn: of a conversation only the
-    last message of the assistant is a target.
+    last message of the assistant is a target. is_recorded: rows are recorded rollouts of a run.
     """
 
     prompt_key: str
     label_key: str
     gives: str = ROLLOUTS
     last_turn: bool = False
+    is_recorded: bool = False
 
 
 def parse_record(record: Any, location: str, index: int, keys: RowKeys) -> DataRow | ConfigError:
@@ -110,8 +113,12 @@ def _parse_row(record: Any, location: str, index: int, keys: RowKeys) -> DataRow
     texts = {prompt_key, *(("messages", *COMPLETION_COLUMNS[gives]) if gives != ROLLOUTS else ())}
     fields = _remove_nulls(_parse_json_texts(record, texts, label_key))
     prompt, completions = fields.pop(prompt_key, None), tuple[Messages, ...]()
+    turns = parse_json(fields.pop("turns")) if keys.is_recorded else ()
+    pieces = [(t["text"], t["source"] == "sampled", t["source"] == "prompt") for t in turns]
     if gives != ROLLOUTS:
         prompt, completions = _take_completions(fields, prompt, keys)
+        if isinstance(prompt, list) and prompt and prompt[-1].get("role") == "assistant":
+            raise ValueError("the assistant's words before a completion must be part of it")
     ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields)
     names = {
         name: _check_type(fields.pop(name, ""), str, name=name)
@@ -131,9 +138,7 @@ def _parse_row(record: Any, location: str, index: int, keys: RowKeys) -> DataRow
         tools=tools,
         template_arguments=_check_type(arguments, dict, name="chat_template_kwargs"),
         completions=completions,
-        pieces=[(turn["text"], turn["source"] == "sampled") for turn in fields.pop("turns", ())]
-        if gives != ROLLOUTS
-        else (),
+        pieces=pieces,
         **names,
     )
 
@@ -185,8 +190,9 @@ def _take_completions(
         prompt = list(completions[0][:start])
         completions = [messages[start:] for messages in completions]
     for name, messages in zip(columns, completions, strict=True):
-        if not messages or messages[-1]["role"] != "assistant":
-            raise ValueError(f"{name} must end with a message of the assistant")
+        ends = messages[:1] + messages[-1:]
+        if not ends or any(message["role"] != "assistant" for message in ends):
+            raise ValueError(f"{name} must begin and end with a message of the assistant")
     return prompt, tuple(completions)
 
 

@@ -402,9 +402,9 @@ WRONG = {"role": "assistant", "content": "6"}
         ({"messages": [USER, SAID]}, USER, [SAID]),
         ({"messages": [USER, SAID, NEXT, WRONG, NEXT]}, USER, [SAID, NEXT, WRONG]),
         ({"prompt": [USER, SAID]}, USER, [SAID]),
-        ({"prompt": json.dumps(CHAT), "completion": "5", "turns": "[]"}, USER, [SAID]),
+        ({"prompt": json.dumps(CHAT), "completion": "5", "turns": "single"}, USER, [SAID]),
     ],
-    ids=["texts", "messages", "conversation", "turns", "prompt_key", "recorded"],
+    ids=["texts", "messages", "conversation", "turns", "prompt_key", "json"],
 )
 def test_a_target_row_has_a_prompt_and_what_follows_it(write_rows, record, prompt, completion):
     (row,) = rows_of(write_rows(record), gives="targets")
@@ -439,7 +439,9 @@ def test_a_pair_has_a_prompt_and_two_completions(write_rows, record):
         ("targets", {"prompt": "2+3="}, "prompt needs a message of the assistant"),
         ("targets", {"messages": [SAID]}, "messages needs a message of the assistant after"),
         ("targets", {"prompt": "2+3=", "completion": 5}, "completion must be text or a list"),
-        ("targets", {"prompt": "2+3=", "completion": CHAT}, "completion must end with a message"),
+        ("targets", {"prompt": "2+3=", "completion": CHAT}, "completion must begin and end with"),
+        ("targets", {"prompt": CHAT, "completion": [USER, SAID]}, "completion must begin and end"),
+        ("targets", {"prompt": [USER, SAID], "completion": "6"}, "must be part of it"),
         ("pairs", {"prompt": "2+3=", "chosen": "5"}, "rejected must be text or a list"),
         ("pairs", {"chosen": [USER, SAID], "rejected": [USER, SAID]}, "chosen and rejected are"),
     ],

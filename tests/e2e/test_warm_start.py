@@ -85,7 +85,8 @@ def test_a_reward_model_learns_which_of_two_answers_is_preferred(tmp_path: Path)
     )
     scores = []
     for key in ("chosen", "rejected"):
-        texts = [f"{record['prompt']}={record[key]}<eos>" for record in records]
+        # A closed conversation, by the toy's template.
+        texts = [f"{record['prompt']}{record[key]}=" for record in records]
         ids = torch.tensor(tokenizer(texts)["input_ids"])
         with torch.no_grad():
             scores.append(compute_row_logits(model, ids, torch.ones_like(ids, dtype=torch.bool)))

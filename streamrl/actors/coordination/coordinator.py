@@ -308,10 +308,8 @@ class CoordinatorActor(PingableActor):
 
         async def read_rows(experiences: Sequence[Experience]) -> list[Columns]:
             pairs = ((e.prompt, e.admitted_version) for e in experiences)
-            rows = [make_target_columns(prompt, version) for prompt, version in pairs if prompt]
-            return [{name: columns[name] for name in reading[0].produces} for columns in rows]
+            return [make_target_columns(prompt, version) for prompt, version in pairs if prompt]
 
-        reading = self._config.dataflow.select_calls(CallKind.READ)
         limit = self._config.capacity_groups
         readers = [
             score_groups(
@@ -325,7 +323,7 @@ class CoordinatorActor(PingableActor):
                 InFlightWork(ConcurrencyLimit(limit)),
                 limit,
             )
-            for call in reading
+            for call in self._config.dataflow.select_calls(CallKind.READ)
         ]
         return readers + [
             lead_scoring(
@@ -467,14 +465,10 @@ class CoordinatorActor(PingableActor):
         config, evaluation = self._config, self._config.evaluation
         if evaluation.coverage is None or not self._sampled_prompts:
             return
-        sampling = replace(
-            evaluation,
-            samples=config.algorithm.group_size,
-            temperature=config.generator.temperature,
-            top_p=1.0,
-            top_k=0,
+        samples = replace(evaluation, samples=config.algorithm.group_size)
+        evaluator = RunEvaluator(
+            replace(config, evaluation=samples), self._role_actors, config.generator.sampling
         )
-        evaluator = RunEvaluator(replace(config, evaluation=sampling), self._role_actors)
         prompts = {"train": self._sampled_prompts}
         result = await self._run_evaluation(evaluator, prompts, "measuring pass@k of the base")
         if result is None:

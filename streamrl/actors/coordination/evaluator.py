@@ -10,6 +10,7 @@ from streamrl.actors.coordination.role_actors import RoleActors
 from streamrl.actors.transport.ray_calls import await_reply, call_actor
 from streamrl.config.run_config import RunConfig
 from streamrl.dataflow import GENERATE_CALL, REWARD_CALL
+from streamrl.engines.generator_config import SamplingSettings
 from streamrl.errors import ActorLostError, GenerationError, StreamError, WeightsError
 from streamrl.messages import Columns, Experience, Prompt
 from streamrl.stream.evaluation.metrics import EvaluationResult
@@ -25,8 +26,14 @@ class RunEvaluator:
     token, a reward or the devices. So a call may take any time while its replica answers pings.
     """
 
-    def __init__(self, config: RunConfig, roles: Mapping[str, RoleActors]) -> None:
-        self._config = config.evaluation
+    def __init__(
+        self,
+        config: RunConfig,
+        roles: Mapping[str, RoleActors],
+        sampling: SamplingSettings | None = None,
+    ) -> None:
+        """Create an evaluator; sampling: None: that of evaluations."""
+        self._config, self._sampling = config.evaluation, sampling or config.evaluation.sampling
         self._ping_every_s = config.pipeline.stall_s
         self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
         self._can_restart = config.run.max_restarts > 0
@@ -45,7 +52,7 @@ class RunEvaluator:
         """
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> SampledPrompt:
-            generators, sampling = self._roles[GENERATE_CALL.role], self._config.sampling
+            generators, sampling = self._roles[GENERATE_CALL.role], self._sampling
             arguments = (prompt, seeds, sampling, version)
             sampled = await self._call_replica(generators, "sample", *arguments)
             assert isinstance(sampled, SampledPrompt)

@@ -58,10 +58,12 @@ class ExpertSizes(NamedTuple):
 
 
 def get_expert_sizes(config: "PreTrainedConfig") -> ExpertSizes:
-    sizes = config.get_text_config().to_dict()
+    text_config = config.get_text_config()
+    sizes = text_config.to_dict()
     num_experts = next((sizes[name] for name in EXPERT_COUNT_KEYS if sizes.get(name)), 0)
-    top_k = sizes["num_experts_per_tok"] if num_experts else 0
-    return ExpertSizes(sizes["num_hidden_layers"], num_experts, top_k)
+    # Families name both in ways of their own.
+    top_k = text_config.num_experts_per_tok if num_experts else 0
+    return ExpertSizes(text_config.num_hidden_layers, num_experts, top_k)
 
 
 def has_experts(model_path: str) -> bool:

@@ -14,10 +14,10 @@ from omegaconf import MISSING
 
 from streamrl.data.chat_template import (
     Conversation,
-    get_frame_tokens,
+    get_text_frame,
     load_chat_template,
     load_tokenizer,
-    render_text,
+    render_closed_text,
 )
 from streamrl.data.config import MODEL_TEMPLATE
 from streamrl.engines.trainer_config import RankLayout, TrainerConfig
@@ -286,8 +286,7 @@ class ModelReward(Reward):
         self._template = load_chat_template(MODEL_TEMPLATE, self._tokenizer)
         self._encoder = self._template.get_encoder(self._tokenizer)
         # A chat template already contains the special tokens.
-        is_bare = self._template.source is None
-        self._frame = get_frame_tokens(self._tokenizer) if is_bare else ([], [])
+        self._frame = get_text_frame(self._tokenizer, self._template)
         self._model_thread = ThreadPoolExecutor(1)
         # Separate, so that texts are tokenized for the next batch during a forward pass.
         self._tokenizer_thread = ThreadPoolExecutor(1)
@@ -347,12 +346,9 @@ class ModelReward(Reward):
 
     def _render_text(self, messages: list[dict[str, Any]]) -> str:
         """Render messages to text, in which none of them writes a control token."""
-        if self._template.source is None:
-            contents = [self._encoder.guard(message["content"]) for message in messages]
-            return "\n".join(contents[:-1]) + contents[-1]
         conversation = Conversation("the reward model's input", messages)
         try:
-            return render_text(self._tokenizer, conversation, self._template, is_closed=True)
+            return render_closed_text(self._tokenizer, conversation, self._template)
         except ConfigError as error:
             raise RewardError(str(error)) from error
 

@@ -77,19 +77,31 @@ def test_text_without_a_template_ends_with_the_end_of_sequence(load_renderer):
     assert list_targets(own.tokenizer, ids, mask) == ["=3<eos>"]
 
 
-def test_of_a_pair_only_the_last_tokens_count(load_renderer):
-    own, pair = render(load_renderer, "toy", make_row((FIRST,), (LAST,)), gives="pairs")
-    assert [mask.index(True) for _, mask in pair] == [len(ids) - 1 for ids, _ in pair]
-    assert [sum(mask) for _, mask in pair] == [1, 1]
-    assert [decode_ids(own.tokenizer, ids)[-7:-5] for ids, _ in pair] == ["=3", "=7"]
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3", "toy", "plain"])
+def test_a_pair_has_the_tokens_that_a_reward_model_reads_and_counts_the_last(load_renderer, name):
+    own, pair = render(load_renderer, name, make_row((FIRST,), (LAST,)), gives="pairs")
+    for (ids, mask), said in zip(pair, (FIRST, LAST), strict=True):
+        text = f"1+2{said['content']}"  # this tokenizer frames no text
+        if name != "plain":
+            conversation = Conversation("here", [QUESTION, said])
+            text = render_text(own.tokenizer, conversation, own.template, is_closed=True)
+        assert decode_ids(own.tokenizer, ids) == text
+        assert (sum(mask), mask[-1]) == (1, True)
+
+
+def test_a_thought_that_the_template_leaves_out_is_refused(load_renderer):
+    turn = {**FIRST, "reasoning_content": "one and two"}
+    with pytest.raises(ConfigError, match="leaves out reasoning_content of the assistant's"):
+        render(load_renderer, "qwen2_5", make_row((turn,)))
 
 
 def test_a_recorded_episode_has_its_text_with_the_policys_part_as_target(load_renderer):
     own = load_renderer("toy")
-    pieces = [("<bos>1+2\n", False), ("=3<eos>", True), ("4+5\n", False), ("=9<eos>", True)]
+    texts = [("<bos>1+2\n", False), ("=3<eos>", True), ("4+5\n", False), ("=9<eos>", True)]
+    pieces = [(text, is_target, i == 0) for i, (text, is_target) in enumerate(texts)]
     row = DataRow("rows:1", 0, (QUESTION,), "", None, {}, True, pieces=pieces)
     _, [(ids, mask)] = render(load_renderer, "toy", row)
-    assert decode_ids(own.tokenizer, ids) == "".join(text for text, _ in pieces)
+    assert decode_ids(own.tokenizer, ids) == "".join(text for text, _ in texts)
     assert list_targets(own.tokenizer, ids, mask) == ["=3<eos>", "=9<eos>"]
 
 
