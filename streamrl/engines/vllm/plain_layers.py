@@ -15,8 +15,8 @@ from torch import Tensor
 
 #: For smaller weights torch's own kernel is as fast: oneDNN's dispatch takes some 30 us.
 MIN_ONEDNN_ELEMENTS = 2**19
-#: MKL has other kernels for the last one to three rows, oneDNN for a single one.
-MKL_ROWS, ONEDNN_ROWS = 4, 2
+#: MKL has other kernels for few rows, on newer processors for up to 12; oneDNN for a single one.
+MKL_ROWS, ONEDNN_ROWS = 16, 2
 NUM_HEAD_AXES = 3
 """Number of dimensions of queries that have a dimension for heads: [token, head, value]."""
 
