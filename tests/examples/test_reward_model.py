@@ -1,6 +1,7 @@
 """The reward model of the arithmetic task: its training data and its build."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(
 ):
     arithmetic, out = tmp_path / "arithmetic", tmp_path / "build"
     fill = partial(arithmetic_make.write_contents, recipe=UNTRAINED)
-    building.Build("arithmetic", arithmetic, arithmetic_make.BUILD.format, fill).make(arithmetic, seed=0)
+    build = replace(arithmetic_make.BUILD, fill=fill)
+    build.make(arithmetic, seed=0)
     recipe = TrainingRecipe(num_steps=num_steps, rows_per_step=4, num_measured=4)
     fill = partial(make.write_contents, recipe=recipe, arithmetic=arithmetic)
     building.Build("reward_model", out, format=2, fill=fill).make(out, seed=0)
