@@ -30,7 +30,9 @@ def make_targets(folder: Path) -> Path:
 @pytest.mark.slow
 def test_a_killed_sft_run_trains_the_rows_of_an_undisturbed_one(tmp_path: Path):
     toy = write_toy(tmp_path)
-    words = [*WORDS, "run.steps=60", "checkpoint.every=20", f"data.train={make_targets(toy)}"]
+    # Ahead of training, a step would take the rows that arrive first.
+    words = [*WORDS, "run.steps=60", "checkpoint.every=20", "pipeline.max_staleness=0"]
+    words.append(f"data.train={make_targets(toy)}")
     whole, whole_dir = train(toy, "whole", *words)
     whole.finish()
     killed, killed_dir = train(toy, "killed", *words)
