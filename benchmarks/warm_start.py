@@ -22,6 +22,7 @@ from benchmarks.command import (
     run_benchmark,
     run_command,
 )
+from benchmarks.distill import list_scores
 from benchmarks.runs import MAKE_S, load_quiet, train_run
 from benchmarks.staleness import summarize_seeds
 from streamrl.actors.engine_factory import RealEngineFactory
@@ -79,16 +80,15 @@ def measure_seed(arguments: argparse.Namespace, seed: int) -> dict[str, float]:
         report_progress(f"seed {seed}: {arguments.steps} steps of GRPO, warm and cold")
         results = {"untrained_pass_at_8": covered}
         for name, start in {"warm": f"model.path={made}", "cold": untrained}.items():
-            rows = train([*climb, start, f"run.name=from_{name}"])
-            ends = rows[0]["eval/pass_at_1"], rows[-1]["eval/pass_at_1"]
-            results |= {f"{name}_before": ends[0], f"{name}_after": ends[1]}
+            scores = train([*climb, start, f"run.name=from_{name}"])
+            results |= {f"{name}_before": scores[0], f"{name}_after": scores[max(scores)]}
         return results
 
 
-def train(settings: Sequence[str]) -> list[Any]:
-    """Run countdown with these settings; return its metrics rows."""
+def train(settings: Sequence[str]) -> dict[int, float]:
+    """Run countdown with these settings; return its evaluations by step, 0 before the first."""
     config = load_quiet(ROOT / "configs" / "grpo_countdown.yaml", settings)
-    return train_run(config, RealEngineFactory())
+    return list_scores(train_run(config, RealEngineFactory()), config.run_dir)
 
 
 def find_coverage(settings: Sequence[str]) -> float:
