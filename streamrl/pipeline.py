@@ -15,7 +15,8 @@ Micro-batch k+1 is generated while k is scored and trained. Staleness credits al
 (`max_staleness`) bound how far generation runs ahead. The device lease alone decides whether two
 stages compute at the same time. So no loop has a branch per mode, and sync training is
 `max_staleness: 0`. The loops know no actor, engine or algorithm: actors host them, and tests run
-them in one process on a virtual clock.
+them in one process on a virtual clock. Where rows of the data give completions, as for supervised
+fine-tuning, `score_groups` in the coordinator commits them, in place of `generate` and `score`.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Coordinator actor: admits prompts, closes training steps, tracks versions, writes checkpoints.
 
-The coordinator handles metadata only, never tensors.
+The coordinator handles metadata only, never tensors of models. Where the data gives completions, it
+commits these rows to the queue.
 """
 
 import asyncio
